@@ -28,6 +28,7 @@ from mesh.mesh import PlaceholderDevice
 # TPUs report generation and variant; cloud consoles and everybody else say v5p and v5e.
 _SOLD_AS = {"tpu-v5": "tpu-v5p", "tpu-v5-lite": "tpu-v5e", "tpu-v6-lite": "tpu-v6e"}
 _VECTORS = re.compile(r"sse4|avx|fma|f16c|amx|asimd|sve|sme|i8mm|bf16")
+_WHY = "`axl doctor --only devices` says why, and JAX_PLATFORMS=cpu computes on the CPU"
 _ISA_FLAGS = re.compile(r"--xla_cpu\w*(?:isa|fast_math|vector_width)\w*=\S+")
 
 
@@ -94,7 +95,12 @@ def forbid_devices(who: str) -> Generator[None]:
 
 
 def find_devices() -> list[PlaceholderDevice]:
-    """Describe the devices of this machine, with one for each core of a CPU, without opening them in this process."""
+    """Describe the devices of this machine, with one for each core of a CPU, without opening them in this process.
+
+    Raises:
+        UserError: jax cannot open those that JAX_PLATFORMS names, or that it finds.
+    """
+    check_platforms()
     if _only_cpus():
         return [PlaceholderDevice() for _ in range(_cpu_devices())]
     return [PlaceholderDevice(*one) for one in _listed_by_subprocess()]
@@ -110,7 +116,8 @@ def _listed_by_subprocess() -> list[tuple[str, str, int | None]]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"the devices of this machine could not be listed: {done.stderr[-1000:]}")
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+        raise UserError(f"jax cannot open the devices of this machine: {last}; {_WHY}")
     return [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
@@ -144,8 +151,23 @@ def _first_word(path: Path) -> str:
         return ""
 
 
+def check_platforms() -> None:
+    """Refuse a JAX_PLATFORMS of accelerators where jax has no plugin for any (UserError); no device is opened."""
+    named = os.environ.get("JAX_PLATFORMS", "")
+    if named.partition(",")[0] not in ("", "cpu") and not _has_plugins():
+        extra = "rl,tpu" if "tpu" in named else "rl,cuda"
+        raise UserError(f"JAX_PLATFORMS={named}, and jax has no plugin for it here; {install_hint(extra)}, or unset it")
+
+
+def unopened(error: RuntimeError) -> str | None:
+    """Return what to say of jax's error that a platform cannot be opened; None: it is another error."""
+    found = re.match(r"Unable to initialize backend '(?!forbidden')[^\n]*", str(error))
+    return f"jax cannot open the devices of this machine: {found[0]}; {_WHY}" if found else None
+
+
 def _only_cpus() -> bool:
-    return os.environ.get("JAX_PLATFORMS") == "cpu" or not _has_plugins()
+    named = os.environ.get("JAX_PLATFORMS", "")
+    return named == "cpu" or (not named and not _has_plugins())
 
 
 def _has_plugins() -> bool:

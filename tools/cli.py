@@ -83,6 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print("axl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        from mesh.devices import unopened
+
+        if (said := unopened(error)) is None:
+            raise
+        return _refuse(said)
     except BrokenPipeError:
         # The reader closed the pipe (`axl config show demo | head`); flushing at exit must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

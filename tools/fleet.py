@@ -81,11 +81,12 @@ def print_plan(name: str, placed: Placed[RLExperiment.Config], *, as_json: bool)
 def _roles(plan: FleetPlan) -> Table:
     table = Table("role", "devices", "hosts", "processes", "mesh", "GiB of a device", box=None, pad_edge=False)
     for role in plan.roles:
-        number = f"{role.count} x " if role.count > 1 else ""
+        number = f"{role.instances} x " if role.instances > 1 else ""
         mesh = " x ".join(f"{axis} {size}" for axis, size in role.mesh.items()) or "one device"
         devices = "this machine" if role.devices.text == HERE else role.devices.text
         hosts = f"{number}{role.devices.hosts}" if role.devices.text != HERE else "1"
-        table.add_row(role.role, f"{number}{devices}", hosts, f"{number}{role.processes}", mesh, _memory(role))
+        name = f"{role.role} ({role.standby} standby)" if role.standby else role.role
+        table.add_row(name, f"{number}{devices}", hosts, f"{number}{role.processes}", mesh, _memory(role))
     return table
 
 

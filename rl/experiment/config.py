@@ -55,7 +55,7 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     staleness: int = 0  # versions that a rollout may be behind the trainer
     seed: int = 0
 
-    # Edits by policy, path -> value: each trains an adapter of the base `policy` on one fleet; none: one policy, this.
+    # Edits by policy, path -> value: each trains an adapter of the base `policy`, or a model; none: one policy, this.
     policies: dict[str, dict[str, Any]] = {}
     policy_shares: dict[str, float] = {}  # tokens of each policy, relative to the others' 1
     policy_quotas: dict[str, dict[str, float]] = {}  # most "tokens_per_second" and "tokens_in_flight" of a policy

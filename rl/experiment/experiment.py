@@ -329,10 +329,11 @@ class RLExperiment(Configurable):
         """
         remote_runners = None if processes is None else RemoteRunners.meet(processes, token, self._tls())
         engine = self.make_engine(remote_runners)
-        prefetcher = self._prefetcher(engine, weights, name, remote_runners)
-        policy = self.worker_policy(WorkerServices(controller, prefetcher, verifier, EventLog(run.events_path)))
-        known: dict[str, Any] = {"swap": self.cfg.swap, "began": began}
-        return RolloutWorker(name, engine, policy.tokenizer, policy.seed, policy.services, policy.features, **known)
+        prefetcher = self.make_prefetcher(engine, weights, name, remote_runners)
+        depot = None if self.engine_cfg.tiers is None else weights.depot
+        services = WorkerServices(controller, prefetcher, verifier, EventLog(run.events_path), depot=depot)
+        policy = self.worker_policy(services)
+        return RolloutWorker(name, engine, {"": policy}, swap=self.cfg.swap, began=began)
 
     def worker_policy[Weights](self, services: WorkerServices[Weights]) -> WorkerPolicy[Weights]:
         """Build the parts of a worker that belong to this experiment's policy."""
@@ -365,9 +366,14 @@ class RLExperiment(Configurable):
         receiver = weights.receiver(runner.weights_like, worker=processes.name)
         return RemoteRunner(runner, receiver, token, host=host, tls=self._tls()).meet(processes)
 
-    def _prefetcher(
-        self, engine: RolloutEngine, weights: ParameterServerClient, name: str, remote_runners: RemoteRunners | None
+    def make_prefetcher(
+        self,
+        engine: RolloutEngine,
+        weights: ParameterServerClient,
+        name: str,
+        remote_runners: RemoteRunners | None = None,
     ) -> Prefetcher:
+        """Build the source of an engine's weights (see `make_worker`)."""
         receiver = weights.receiver(engine.runner.weights_like, worker=name)
         newest = self.cfg.controller.weights != "pinned"
         if remote_runners is None:

@@ -47,6 +47,7 @@ class RolePlan:
         holds: bytes of a device that it keeps all the time, by what they are for.
         programs: name -> memory by the compiler; empty where nothing was compiled.
         beside: program -> bytes of a device held while it runs that are none of its arguments, by what they are.
+        standby: further instances, which wait to take over.
     """
 
     role: str
@@ -57,6 +58,12 @@ class RolePlan:
     holds: dict[str, int]
     programs: dict[str, ProgramMemory]
     beside: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict[str, dict[str, int]])
+    standby: int = 0
+
+    @property
+    def instances(self) -> int:
+        """All instances, those that wait included."""
+        return self.count + self.standby
 
     def needed(self, name: str) -> int:
         """Return the bytes in use on a device while a program runs."""
@@ -110,6 +117,7 @@ class RolePlan:
         }
         return {
             "count": self.count,
+            **({"standby": self.standby} if self.standby else {}),
             "devices": self.devices.text,
             "chips": self.devices.chips,
             "hosts": self.devices.hosts,
@@ -163,11 +171,11 @@ class FleetPlan:
         """Return it as JSON-able data; bytes and counts."""
         shared = self.together or self.trainer.devices.text == self.worker.devices.text == HERE
         own = [role for role in self.roles if not (shared and role is self.worker)]
-        each = [(1 if shared and role is self.trainer else role.count, role.devices) for role in own]
+        each = [(1 if shared and role is self.trainer else role.instances, role.devices) for role in own]
         return {
             "hosts": count_hosts(each),
             "chips": _whole(n * one.share * one.chips for n, one in each),
-            "processes": sum(role.count * role.processes for role in (own if self.together else self.roles)),
+            "processes": sum(role.instances * role.processes for role in (own if self.together else self.roles)),
             "fits": not any(role.shortages() for role in self.roles),
             "startable": not self.refusals,
             "refusals": self.refusals,
@@ -218,6 +226,7 @@ def plan_fleet(placed: Placed[ExperimentConfig], *, compile_programs: bool = Tru
         {**draws, **following},
         _programs(cfg, fleet.worker, mesh.size, names) if compile_programs else {},
         dict.fromkeys(names, following),
+        standby=cfg.standby.get("worker", 0),
     )
     reference = _plan_reference(placed, experiment.trainer_cfg, compile_programs)
     pulled = without(runner.weights_like, frozen)
@@ -285,6 +294,7 @@ def _plan_trainer(
         holds,
         _programs(cfg, devices, mesh.size, names) if compile_programs else {},
         {name: beside[name] for name in names},
+        standby=cfg.standby.get("trainer", 0),
     )
     return plan, state["params"], frozen
 

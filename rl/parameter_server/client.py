@@ -12,6 +12,7 @@ from rl.parameter_server.pull.receiver import Peer, Receiver
 from rl.parameter_server.push.publisher import Publisher, Pusher
 from rl.parameter_server.rpc import endpoint_from_text, endpoint_text, remote_directory, remote_shard_server, serve
 from rl.parameter_server.server import ParameterServer
+from rl.parameter_server.store.page_depot import PageDepot, RemotePageDepot
 from rl.parameter_server.store.shard_server import LocalShardServer, ShardServer
 from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.client import RpcClient
@@ -41,11 +42,12 @@ class ParameterServerClient:
         cfg: ParameterServer.Config,
         directory: Directory,
         servers: Sequence[ShardServer],
+        depot: PageDepot,
         clients: Sequence[RpcClient] = (),
         advertised_host: str | None = None,
     ):
-        """`clients`: the RPC clients behind remote proxies, closed with this one; `advertised_host`: see `connect`."""
-        self._advertised_host = advertised_host
+        """`clients`: RPC clients of the remote proxies, closed with this one; `advertised_host`: see `connect`."""
+        self._advertised_host, self.depot = advertised_host, depot
         self._cfg, self.directory, self._servers = cfg, directory, list(servers)
         self.remote = bool(clients)
         self._closing: list[RpcClient | RpcServer] = list(clients)
@@ -152,10 +154,11 @@ def connect(
         for number, (where, name) in enumerate(zip(locate, names, strict=True))
     ]
     servers = [remote_shard_server(client) for client in clients]
-    return ParameterServerClient(cfg, remote_directory(clients[0]), servers, clients, advertised_host)
+    depot = RemotePageDepot(clients[0])
+    return ParameterServerClient(cfg, remote_directory(clients[0]), servers, depot, clients, advertised_host)
 
 
 def connect_local(server: ParameterServer) -> ParameterServerClient:
     """Return a client for roles in the process of shard server 0: no sockets, no copies."""
     assert server.directory is not None, "only shard server 0 has the directory"
-    return ParameterServerClient(server.cfg, server.directory, [server.shard_server])
+    return ParameterServerClient(server.cfg, server.directory, [server.shard_server], server.depot)

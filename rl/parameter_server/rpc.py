@@ -14,6 +14,8 @@ from rl.parameter_server.fingerprint import as_bytes
 from rl.parameter_server.index_ranges import shape_of
 from rl.parameter_server.manifest import Commit, Manifest, as_index_range, commit_from_text, manifest_from_text, to_text
 from rl.parameter_server.store.buffer_pool import BUFFERS
+from rl.parameter_server.store.page_depot import OPERATIONS as OF_DEPOT
+from rl.parameter_server.store.page_depot import LocalPageDepot
 from rl.parameter_server.store.pending_deltas import DeltaShard
 from rl.parameter_server.store.shard_server import (
     LocalShardServer,
@@ -49,12 +51,16 @@ def _methods(kind: type) -> dict[str, inspect.Signature]:
 _OF_DIRECTORY, _OF_SHARD_SERVER = _methods(Directory), _methods(ShardServer)
 
 
-def serve(shard_server: LocalShardServer, directory: Directory | None = None) -> Handle:
-    """Return the handler of requests to a shard server, and to the directory if it lives here."""
+def serve(
+    shard_server: LocalShardServer, directory: Directory | None = None, depot: LocalPageDepot | None = None
+) -> Handle:
+    """Return the handler of requests to a shard server, and to the directory and a depot if they live here."""
 
     def handle(operation: str, fields: dict[str, Any], body: Body) -> Reply:
         if (answer := _WITH_BYTES.get(operation)) is not None:
             return answer(shard_server, fields, body)
+        if depot is not None and operation in OF_DEPOT:
+            return depot.answer(operation, fields, body)
         if operation in _OF_SHARD_SERVER:
             if "shards" in fields:
                 fields["shards"] = _with_tuples(fields["shards"])

@@ -19,6 +19,7 @@ from rl.parameter_server.codecs import get_codec
 from rl.parameter_server.directory import Directory
 from rl.parameter_server.rpc import Handle, serve
 from rl.parameter_server.store.offload import OffloadStore
+from rl.parameter_server.store.page_depot import LocalPageDepot
 from rl.parameter_server.store.shard_server import LocalShardServer, ShardServer
 from rl.parameter_server.store.shard_store import ShardStore
 from rl.parameter_server.transport.endpoint import Endpoint, own_address
@@ -86,6 +87,7 @@ class ParameterServer(Configurable):
             ShardStore(), None if cfg.offload is None else self._open_offload(cfg, index)
         )
         self.directory: Directory | None = None
+        self.depot = LocalPageDepot()
         if index == 0:
             self.directory = Directory(
                 [self.shard_server, *others],
@@ -128,7 +130,7 @@ class ParameterServer(Configurable):
 
     def answers(self) -> Handle:
         """Return the handler of RPC requests."""
-        return serve(self.shard_server, self.directory)
+        return serve(self.shard_server, self.directory, self.depot)
 
     def release(self, worker: str) -> None:
         """Free the source from which a worker that is gone was reading, and read no more from that worker."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from axlearn_like.run.events import EventLog
 from axlearn_like.tokenizers.protocol import Tokenizer
+from rl.parameter_server.store.page_depot import PageDepot
 from rl.protocol.messages import PullStats
 from rl.protocol.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.agent_loops.branching import Branching
@@ -26,6 +27,7 @@ class WorkerServices[Weights]:
         verifier: scores the answers.
         events: events of the run.
         pull_timeout: seconds that a pull of weights may take.
+        depot: takes the KV pages of rollouts that are handed back; None: they are computed again.
     """
 
     controller: LeaseSource
@@ -33,6 +35,7 @@ class WorkerServices[Weights]:
     verifier: ScoreSource
     events: EventLog
     pull_timeout: float = 60.0
+    depot: PageDepot | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,9 +99,7 @@ class Redrawer:
         with self._experiment.make_verifier() as verifier:
             nowhere = EventLog(Path("events.jsonl"), silent=True)
             policy = self._experiment.worker_policy(WorkerServices(source, source, verifier, nowhere))
-            worker = RolloutWorker(
-                "redraw", self._engine, policy.tokenizer, policy.seed, policy.services, policy.features
-            )
+            worker = RolloutWorker("redraw", self._engine, {"": policy})
             while worker.run_once():
                 pass
         return {

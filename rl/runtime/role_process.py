@@ -5,6 +5,7 @@ import os
 import secrets
 import socket
 import threading
+from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +27,13 @@ from rl.parameter_server.transport.endpoint import Endpoint
 from rl.rollout.worker import RolloutWorker
 from rl.runtime.ray.health import Heartbeat
 from rl.runtime.ray.proxies import REFERENCE
+from rl.runtime.ray.role_group import Report
 from rl.runtime.ray.shutdown import GracefulShutdown
 from rl.runtime.role_builder import RoleBuilder
 from rl.runtime.standby import rehearse, states_config
 from rl.training.warm_start import run_warm_start
+
+_POLL = 0.2  # seconds between two looks for a later driver
 
 
 class RoleProcess:
@@ -60,6 +64,9 @@ class RoleProcess:
         self._role: Any = None
         self._stopping = False
         self._incarnation = secrets.token_hex(8)  # incarnation of this process
+        self._driver = 0  # number of the latest driver that has asked
+        self._loop: Future[dict[str, Any]] | None = None  # result of `run`
+        self._preparing, self._prepared_as = threading.Lock(), ""
         self._shutdown = GracefulShutdown(name, self._at.events, grace)
         self._shutdown.has_loop = False
         ProfileSignal(self._at.run.path)
@@ -90,6 +97,21 @@ class RoleProcess:
         """Return an id of this process of the actor."""
         return self._incarnation
 
+    def report(self, driver: int) -> Report:
+        """Tell a new driver what this process does; former drivers (smaller numbers) start nothing here any more."""
+        self._driver = max(self._driver, driver)
+        at, runs = self._at, self._loop is not None
+        return Report(at.name, os.getpid(), self._incarnation, at.term, runs=runs, prepared_as=self._prepared_as)
+
+    def outcome(self, driver: int) -> dict[str, Any]:
+        """Return what the loop that a former driver has begun returns, when it does, unless another driver asks."""
+        assert self._loop is not None, "report"
+        while self._driver == driver:
+            with contextlib.suppress(TimeoutError):
+                self._loop.exception(_POLL)
+                return self._loop.result()
+        raise UserError(f"{self._at.name}: driver number {driver} was replaced by number {self._driver}")
+
     def endpoint(self, policy: str = "") -> Endpoint:
         """Return where this process listens as a parameter server, for one policy of several, or for states."""
         if self._at.kind == "trainer" and self._at.states is None:
@@ -107,20 +129,26 @@ class RoleProcess:
             services: actors of the roles that it calls.
             name: name in events until then.
         """
-        self._at.services, self._at.name = services, name
+        with self._preparing:
+            if not self._prepared_as:
+                self._at.services, self._at.name = services, name
+                self._prepare_to_run()
+                self._prepared_as = name
+        return self._incarnation
+
+    def _prepare_to_run(self) -> None:
         if self._at.kind == "worker":
             worker, connected = self._built(), self._at.connected(self._experiment)
             with jax.set_mesh(make_mesh()):
-                worker.warm_up(connected.weights[""].directory.latest)
-            return self._incarnation
+                return worker.warm_up(connected.weights[""].directory.latest)
         cfg = self._experiment.cfg
         self._at.processes = self._joined_trainer(cfg, "")
         self._at.states = states_config(cfg).build(token=self._at.token)
         self._announce()
-        rehearse(self._experiment, self._at.run, self._at.connected(self._experiment).controller, self._at.states)
-        return self._incarnation
+        controller = self._at.connected(self._experiment).controller
+        return rehearse(self._experiment, self._at.run, controller, self._at.states)
 
-    def run(self, services: dict[str, Any], meeting: str, name: str, term: int) -> dict[str, Any]:
+    def run(self, services: dict[str, Any], meeting: str, name: str, term: int, driver: int = 0) -> dict[str, Any]:
         """Run the loop of the role until it ends; returns which process this is, and if it is about to exit.
 
         Args:
@@ -128,7 +156,18 @@ class RoleProcess:
             meeting: the address where several processes of one role join; "": it is alone.
             name: name of the process.
             term: number of the trainer, which counts its starts.
+            driver: number of the driver that asks (UserError: a later one has).
         """
+        if driver < self._driver:
+            raise UserError(f"{name}: driver number {driver} was replaced by number {self._driver}")
+        loop = self._loop = Future[dict[str, Any]]()
+        try:
+            loop.set_result(self._run(services, meeting, name, term))
+        except BaseException as error:
+            loop.set_exception(error)
+        return loop.result()
+
+    def _run(self, services: dict[str, Any], meeting: str, name: str, term: int) -> dict[str, Any]:
         self._at.services, self._shutdown.has_loop, self._at.term = services, True, term
         self._at.name = self._shutdown.name = name
         if self._role is not None:  # prepared

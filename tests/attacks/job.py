@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl.audit.invariants import check_run
 from tests.attacks.attack import Attack, check_words
-from tests.benches.recovery.run import DRIVER, ROOT, WatchedRun
+from tests.benches.recovery.run import COMMAND, ROOT, WatchedRun
 from tests.chaos.listeners import is_loopback, listeners
 from tests.rl.runtime.test_cluster_file import HOSTILE
 
@@ -43,7 +43,7 @@ class Place:
 
     def ports(self) -> list[tuple[str, int]]:
         """Return the addresses on which processes of the job accept connections."""
-        found = sorted(listeners(self.run.pid(DRIVER)))
+        found = sorted(listeners(self.run.pid(COMMAND)))
         assert found and all(is_loopback(host) for host, _ in found), found
         return found
 

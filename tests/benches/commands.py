@@ -79,7 +79,7 @@ def retrieval(sections: list[str], peers: str, quick: bool, as_json: bool) -> No
 
 @command.command(name="recovery")
 @click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Kills of each role.")
-@click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and the driver.")
+@click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and driver, raylet, command.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the order of the kills and of their moments.")
 @click.option("--minutes", type=float, help="Start no further kill after this time; default: make them all.")
 @click.option("--every", default=0.0, help="Seconds from one kill to the next, at least; 60: one preemption a minute.")

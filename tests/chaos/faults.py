@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from tests.benches.recovery.run import DRIVER, PATIENCE_S, WatchedRun
+from tests.benches.recovery.run import COMMAND, DRIVER, PATIENCE_S, RAYLET, WatchedRun
 
 ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker-0", "worker-1")
 
@@ -38,7 +38,7 @@ def many(seed: int, count: int, roles: Sequence[str] = ROLES) -> list[Fault]:
     for _ in range(count):
         kind = rng.random()
         if kind < 0.15:
-            faults.append(Fault("kill", (DRIVER,)))
+            faults.append(Fault("kill", (rng.choice((COMMAND, DRIVER, RAYLET)),)))
         elif kind < 0.35:
             faults.append(Fault("kill", tuple(rng.sample(roles, 2))))
         elif kind < 0.6:

@@ -19,7 +19,7 @@ import psutil
 from rl.experiment import RLExperiment
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
-from tests.benches.recovery.run import DRIVER, WatchedRun
+from tests.benches.recovery.run import COMMAND, WatchedRun
 from tests.chaos.experiments import endless
 from tests.rl.tiny import ascii_share
 
@@ -42,7 +42,7 @@ def soaked() -> RLExperiment.Config:
 def held(run: WatchedRun) -> dict[str, Held]:
     """Return what each process of a run holds, by its role or program; processes alike are added up."""
     roles = {row["pid"]: row["role"] for row in run.events if row["event"] == "start" and "pid" in row}
-    roles[run.pid(DRIVER)] = DRIVER
+    roles[run.pid(COMMAND)] = COMMAND
     found: dict[str, Held] = {"files": {"/dev/shm": sum(1 for _ in Path("/dev/shm").iterdir())}}
     for process in _processes(run):
         try:

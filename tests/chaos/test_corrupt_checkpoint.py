@@ -8,7 +8,7 @@ import pytest
 
 from rl.audit.invariants import check_run
 from tests.benches.recovery.compare import compare, make_undisturbed
-from tests.benches.recovery.run import DRIVER, PATIENCE_S, WatchedRun
+from tests.benches.recovery.run import COMMAND, PATIENCE_S, WatchedRun
 from tests.chaos.experiments import calm
 from tests.chaos.faults import flip_bytes
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("target", ["trainer", DRIVER])
+@pytest.mark.parametrize("target", ["trainer", COMMAND])
 def test_a_damaged_checkpoint_is_refused_and_the_run_resumes_from_the_one_before(target: str, tmp_path: Path) -> None:
     with WatchedRun(tmp_path / "run", "tests.chaos.experiments:endless") as run:
         run.start()
         run.wait_for("two checkpoints", lambda: run.saved() >= 6, PATIENCE_S)
-        if target == DRIVER:
-            run.kill(DRIVER)
+        if target == COMMAND:
+            run.kill(COMMAND)
             run.wait_for_end(PATIENCE_S)
             run.end()  # its orphans save no more
             damaged = flip_bytes(run.run_dir / "checkpoints" / "rl" / str(run.saved()))

@@ -11,7 +11,7 @@ import pytest
 from rl.audit.invariants import check_run
 from tests.benches.recovery.compare import compare, make_undisturbed
 from tests.benches.recovery.figures import recoveries
-from tests.benches.recovery.run import DRIVER, PATIENCE_S, ROOT, WatchedRun
+from tests.benches.recovery.run import COMMAND, PATIENCE_S, ROOT, WatchedRun
 from tests.chaos.experiments import calm
 from tests.chaos.held_server import read_began
 from tests.chaos.hosts import ENVIRON, Hosts, permitted, ray_node
@@ -84,7 +84,7 @@ def test_without_its_driver_it_ends_and_none_can_join(tmp_path: Path) -> None:
         run.start()
         run.wait_for("the first update", lambda: run.count("update") > 0, PATIENCE_S)
         run.join("left")
-        assert run.signal(DRIVER, signal.SIGKILL, "kill", saved=run.saved())
+        assert run.signal(COMMAND, signal.SIGKILL, "kill", saved=run.saved())
         assert run.wait_for_worker(30.0) == 2
         lost = f"axl: error: the run in {run.run_dir} has lost its driver; resume it with `axl rl`, then join\n"
         assert run.said().endswith(lost) and "Traceback" not in run.said()

@@ -11,7 +11,7 @@ from rl.audit.invariants import check_run
 from rl.runtime.node.orphans import find_orphans
 from rl.runtime.node.warm import NAME
 from tests.benches.recovery.compare import compare, make_undisturbed
-from tests.benches.recovery.run import DRIVER, WatchedRun
+from tests.benches.recovery.run import COMMAND, WatchedRun
 from tests.chaos.experiments import calm
 from tests.chaos.faults import ROLES, Fault, many, one_of_each, run_through
 from tests.chaos.listeners import is_loopback, listeners
@@ -58,7 +58,7 @@ def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_c
         listening: set[tuple[str, int]] = set()
 
         def look() -> None:
-            listening.update(listeners(run.pid(DRIVER)))
+            listening.update(listeners(run.pid(COMMAND)))
             roles = (*ROLES, "reference")
             parents = {role: psutil.Process(run.pid(role)).parent() for role in roles}
             assert {role: parent and parent.name() for role, parent in parents.items()} == dict.fromkeys(roles, NAME)

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from mesh import UserError
-from mesh.devices import configure_cpu_devices, device_name, idle_gpu
+from mesh.devices import configure_cpu_devices, device_name, find_devices, idle_gpu, unopened
 
 
 class Described(NamedTuple):
@@ -51,6 +51,21 @@ def test_a_mesh_that_does_not_divide_over_processes_is_refused():
         configure_cpu_devices({"fsdp": 3}, 2)
     with pytest.raises(UserError, match="mesh={} has 1 devices"):
         configure_cpu_devices({}, 2)
+
+
+@pytest.mark.parametrize("named", ["tpu", "cuda,cpu"])
+def test_accelerators_without_a_plugin_are_refused_and_not_taken_for_a_cpu(named: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAX_PLATFORMS", named)
+    monkeypatch.setattr("mesh.devices._has_plugins", lambda: False)
+    with pytest.raises(UserError, match=rf"JAX_PLATFORMS={named}, and jax has no plugin .*{named[:3]}"):
+        find_devices()
+
+
+def test_devices_that_a_plugin_cannot_open_are_one_message_and_a_bug_is_none():
+    failed = RuntimeError("Unable to initialize backend 'tpu': INTERNAL: no libtpu.so\nand more")
+    assert re.search("backend 'tpu': INTERNAL: no libtpu.so; `axl doctor", unopened(failed) or "")
+    assert unopened(RuntimeError("Unable to initialize backend 'forbidden': the driver must not")) is None
+    assert unopened(RuntimeError("something else")) is None
 
 
 @pytest.mark.parametrize("flags", ["", "--xla_force_host_platform_device_count=3"])

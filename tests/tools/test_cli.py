@@ -57,11 +57,12 @@ class Broken(UserError, ValueError):
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add the commands `refuse` (a user's mistake), `crash` (a bug) and `interrupt` to axl."""
+    """Add the commands `refuse` (a user's mistake), `unopened`, `crash` (a bug) and `interrupt` to axl."""
     monkeypatch.delenv("AXL_DEBUG", raising=False)
     errors = {
         "refuse": Broken("no mesh axis 'fdsp'"),
         "crash": ValueError("a bug"),
+        "unopened": RuntimeError("Unable to initialize backend 'tpu': INTERNAL: no libtpu.so"),
         "interrupt": KeyboardInterrupt(),
     }
 
@@ -91,6 +92,12 @@ def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str], monke
     captured = capsys.readouterr()
     assert "Traceback" in captured.err
     assert captured.err.endswith("axl: error: no mesh axis 'fdsp'\n")
+
+
+@pytest.mark.usefixtures("failing")
+def test_devices_that_cannot_be_opened_are_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["unopened"]) == 2
+    assert capsys.readouterr().err.startswith("axl: error: jax cannot open the devices of this machine: Unable to")
 
 
 @pytest.mark.usefixtures("failing")

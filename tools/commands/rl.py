@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, override
 
@@ -101,8 +101,8 @@ def rl_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def sweep(over: tuple[str, ...], run: RunOptions, start: StartOptions, how: RLOptions) -> None:
     """Train a policy of EXPERIMENT for each combination of values, all of them side by side on one fleet.
 
-    Policies are LoRA adapters of one base (--apply low_rank). Each has the bits that it would have had alone, and is a
-    run of its own in RUN/policies/NAME, named like lr=1e-4+seed=0; its answers and updates take turns with the others'.
+    Policies are LoRA adapters of one base (--apply low_rank), or whole models. Each has the bits that it would have had
+    alone, and is a run of its own in RUN/policies/NAME, named like lr=1e-4+seed=0; answers and updates take turns.
     A policy that fails is named, the others go on, and the exit status is 1. The same command resumes all of them.
     """
     _run(run, start, how, over)
@@ -192,7 +192,13 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
     shown = run.experiment == "demo" and runtime == "ray" and not cfg.policies
     kill = DEMO_KILL if how.kill_worker_after is None and shown else how.kill_worker_after
     settings = {"force": run.force, "progress": not run.quiet, "kill_worker_after": kill or None}
-    report = job.run(directory, runtime=runtime, trace=trace, **settings)
+    left: Sequence[Failure] = trace
+    if runtime == "ray":
+        with many_imports():
+            from rl.runtime.ray.command import begin_drivers
+
+        left = begin_drivers(cfg, directory, trace, click.echo)
+    report = job.run(directory, runtime=runtime, trace=left, **settings)
     if trace:
         _show_ettr(directory, trace)
     if report is not None:
@@ -228,9 +234,10 @@ def _show_ettr(directory: Path, trace: list[Failure]) -> None:
     jax.config.update("jax_platforms", "cpu")  # the roles have ended, and the simulation opens no other device
     found = replayed_ettr(directory, trace)
     (directory / "ettr.json").write_text(json.dumps(found) + "\n")
+    kills = f"{found['kills']} kill{'s' * (found['kills'] != 1)}"
     click.echo(
         f"ETTR {found['ettr']:.3f}, simulated {found['simulated']:.3f}: {found['updates']} updates in "
-        f"{found['seconds']:.0f} s with {found['kills']} kills, {found['update_seconds']:.2f} s each undisturbed"
+        f"{found['seconds']:.0f} s with {kills}, {found['update_seconds']:.2f} s each undisturbed"
     )
 
 

@@ -111,8 +111,13 @@ def text_options[F: Callable[..., Any]](function: F) -> F:
 
 
 def warn_of_idle_gpu() -> None:
-    """Say that jax computes on the CPU of a machine with a GPU, if it does."""
-    from mesh.devices import idle_gpu
+    """Say that jax computes on the CPU of a machine with a GPU, if it does.
 
+    Raises:
+        UserError: JAX_PLATFORMS names devices for which jax has no plugin.
+    """
+    from mesh.devices import check_platforms, idle_gpu
+
+    check_platforms()
     if (reason := idle_gpu()) is not None:
         click.echo(f"axl: warning: {reason}", err=True)

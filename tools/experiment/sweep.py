@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from axlearn_like.config import ConfigBase, label, path_of
 from mesh.errors import UserError
 from rl.experiment import RLExperiment
+from rl.runtime.policies.adapters import are_adapters
 from rl.runtime.policies.configs import MOST_POLICIES, policy_configs
 from tools.experiment import apply_edits
 from tools.report.cards import Sheet
@@ -104,12 +105,15 @@ def plan_sheet(cfg: RLExperiment.Config) -> Sheet:
         )
         for name, own in found.items()
     ]
-    heads = ("policy", *paths, "updates", "tokens at most")
+    heads, numeric = ("policy", *paths, "updates", "tokens at most"), range(len(paths) + 1, len(paths) + 3)
+    if not are_adapters(cfg.policy):
+        title = f"{len(rows)} whole models; --apply low_rank: of one base"
+        return Sheet(title, heads, rows, numeric=numeric)
     title, most = f"{len(rows)} policies of one base", cfg.engine.max_num_seqs
     answers = sum(own.prompts_per_step * own.samples_per_prompt for own in found.values())
     if len(rows) > 1 and answers > most:
         title += f"; engine.max_num_seqs={most} of their {answers} answers a step are drawn at a time"
-    return Sheet(title, heads, rows, numeric=range(len(paths) + 1, len(paths) + 3))
+    return Sheet(title, heads, rows, numeric=numeric)
 
 
 def _shown(value: object) -> str:

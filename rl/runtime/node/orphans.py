@@ -1,5 +1,6 @@
 """Orphan cleanup: processes that a killed driver has left running on this machine."""
 
+import contextlib
 import os
 
 import psutil
@@ -10,15 +11,15 @@ from rl.runtime.node.warm import NAME
 
 
 def end_orphans(run: RunDirectory) -> None:
-    """End the actors of a killed driver or of a Ray that has died, which would write into the same run.
+    """Kill the actors of a killed command or of a Ray that has died, which would write into the same run.
 
-    Actors end by themselves within seconds after the driver, Ray's agents within a minute; this is for the time before.
+    They would end by themselves within seconds.
     """
     orphans = find_orphans(run)
-    _, alive = psutil.wait_procs(orphans, timeout=3.0)
-    for process in alive:
-        process.kill()
-    psutil.wait_procs(alive, timeout=5.0)
+    for process in orphans:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(orphans, timeout=5.0)
 
 
 def find_orphans(run: RunDirectory) -> list[psutil.Process]:

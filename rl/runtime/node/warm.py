@@ -89,7 +89,7 @@ def serve_node() -> Generator[None]:
     workers start by themselves. Does not return in a worker.
     """
     path, folder, pid = os.environ.get(VARIABLE), None, None
-    fit = _may_be_forked()
+    fit = may_be_forked()
     if fit and path is None and "RAY_ADDRESS" not in os.environ:
         folder = make_scratch("warm", "/tmp" if os.path.isdir("/tmp") else None)
         path = os.environ[VARIABLE] = f"{folder}/socket"  # /tmp: sockets need short paths
@@ -127,7 +127,7 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def _may_be_forked() -> bool:
+def may_be_forked() -> bool:
     """Return True if this process has no threads but those of pools, which are ended here."""
     from mesh.programs.jax_internals import devices_are_open
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from axlearn_like.config import ConfigBase
+from axlearn_like.config import ConfigBase, walk_configs
 from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.parameter_names import only, path_name
 from axlearn_like.layers.wrappers.adapters import adapter_of, walk_wrappers
@@ -18,6 +18,11 @@ from rl.protocol.messages import Seat
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 
 VERSIONS_HELD = 2  # versions of a policy in an engine at a time: one that is drawn to its end, and its successor
+
+
+def are_adapters(policy: ConfigBase[Any]) -> bool:
+    """Return True if policies beside such a one are LoRA adapters of one base, False if each is a whole model."""
+    return any(isinstance(layer, LoRA.Config) for _, layer in walk_configs(policy))
 
 
 def factors_like(policy: ConfigBase[Any]) -> Params:

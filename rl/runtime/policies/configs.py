@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from axlearn_like.checkpoint.pretrained import pretrained_source
 from axlearn_like.config import ConfigBase, ConfigError, differences, label, set_path, split_path, text_lines
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.parameter_names import path_name
@@ -15,16 +16,17 @@ from axlearn_like.layers.wrappers.base import plain_config
 from mesh import UserError
 from rl.controller.fair_share import Quota, check_shares, read_quotas
 from rl.experiment import RLExperiment, Runtime
+from rl.runtime.policies.adapters import are_adapters
 from rl.runtime.policies.role_configs import check_roles
 
 MOST_POLICIES = 256
 _LORA = "lora/"  # folder of factors among the parameters of a layer
 _ADD_LORA = "--apply low_rank makes a policy of LoRA layers, and freezes the others"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._=+-]{0,99}")
-# Fields of what all policies share: base model, engine, fleet, and the settings of their processes.
+# Fields of what all policies share: engine, fleet, and the settings of their processes.
 _SHARED = frozenset(
     """tokenizer max_prompt_tokens max_new_tokens stop_at_eos engine fleet mesh_rules workers parameter_server timeouts
-    swap start_from warm_start policies policy_shares policy_quotas""".split()
+    swap warm_start policies policy_shares policy_quotas""".split()
 )
 
 
@@ -56,24 +58,34 @@ def check_policies(
     check_roles(cfg, found)
     if not found:
         return found
-    _ranks("policy", cfg.policy)
     if cfg.warm_start is not None:
-        said = "expected None with several policies, which begin with one base: train that, and name it in `start_from`"
+        said = "expected None with several policies: train what they begin with, and name it in `start_from`"
         raise ConfigError(f"warm_start: {said}", "warm_start")
-    cfg.trainer.require("processes", cfg.trainer.processes == 1, "1 with several policies")
-    shared = cfg.build()
+    _check_processes(cfg)
+    shared, adapters = cfg.build(), are_adapters(cfg.policy)
+    if adapters:
+        _ranks("policy", cfg.policy)
     for name, own in found.items():
         where = _place(name)
-        _check_adapter(cfg.policy, own.policy, f"{where}.policy")
-        _check_learner(own, where)
-        pinned = own.controller.weights != "in_flight"
-        own.controller.require(
-            "weights", pinned, "'pinned' or 'newest': requests keep the adapter that they began with"
-        )
+        if adapters:
+            _check_adapter(cfg.policy, own.policy, f"{where}.policy")
+            _check_learner(own, where)
+            pinned = own.controller.weights != "in_flight"
+            own.controller.require(
+                "weights", pinned, "'pinned' or 'newest': requests keep the adapter that they began with"
+            )
         own.trainer.require("processes", own.trainer.processes == 1, "1, as the experiment has")
         _check_engine(shared, own.build(), where)
         own.check(runtime, devices=devices)
     return found
+
+
+def _check_processes(cfg: RLExperiment.Config) -> None:
+    """Refuse roles of several processes, and a reference on devices of its own (ConfigError)."""
+    cfg.trainer.require("processes", cfg.trainer.processes == 1, "1 with several policies")
+    cfg.fleet.require("reference", cfg.fleet.reference is None, "None with several policies: their trainer holds it")
+    alone = cfg.fleet.worker_hosts == 1
+    cfg.fleet.require("workers", alone, "workers on one host each with several policies")
 
 
 def _check_names(cfg: RLExperiment.Config) -> None:
@@ -101,14 +113,14 @@ def _place(name: str) -> str:
 
 def _edited(cfg: RLExperiment.Config, name: str, edits: dict[str, Any]) -> RLExperiment.Config:
     """Return a copy of the experiment's config with the edits of one policy."""
-    where = _place(name)
+    where, shared = _place(name), _SHARED | ({"start_from"} if are_adapters(cfg.policy) else set[str]())
     own = label(cfg.clone(policies={}, policy_shares={}, policy_quotas={}), where)
     for path, value in edits.items():
         field = str(split_path(path)[0])
-        if field in _SHARED:
+        if field in shared:
             raise ConfigError(
                 f"{where}.{path}: all policies share {field!r}; expected an edit of the experiment's own, or of: "
-                f"{', '.join(sorted(own.__dataclass_fields__.keys() - _SHARED))}",
+                f"{', '.join(sorted(own.__dataclass_fields__.keys() - shared))}",
                 f"{where}.{path}",
             )
         set_path(own, path, value)
@@ -158,8 +170,11 @@ def _check_learner(own: RLExperiment.Config, where: str) -> None:
 
 def _check_engine(shared: RLExperiment, own: RLExperiment, where: str) -> None:
     """Refuse what would make the engine of a policy another one, whichever field it comes from."""
-    engines = (each.engine_cfg for each in (shared, own))
-    sides = [text_lines(cfg.clone(model=plain_config(cfg.model), sampler=shared.cfg.sampler)) for cfg in engines]
+    models: list[Any] = [plain_config(each.engine_cfg.model) for each in (shared, own)]
+    if all(pretrained_source(model) is not None for model in models):
+        models[1].set(start_from=models[0].start_from)  # directories may differ
+    engines = zip((shared.engine_cfg, own.engine_cfg), models, strict=True)
+    sides = [text_lines(cfg.clone(model=model, sampler=shared.cfg.sampler)) for cfg, model in engines]
     for path, (expected, found) in differences(*sides).items():
         place = f"{where}.engine.{path}"
         raise ConfigError(f"{place}: expected {expected}, as in the engine that all policies share, got {found}", place)

@@ -10,6 +10,7 @@ from mesh import UserError, did_you_mean
 from rl.environments.roles import Player, RoleEnvironment, played_together, players_of
 from rl.environments.task import environments_of
 from rl.experiment import RLExperiment
+from rl.runtime.policies.adapters import are_adapters
 from rl.training.spec import Opponents
 
 # Fields that decide which episodes a step has: each is played once, for all roles that learn.
@@ -56,6 +57,9 @@ def check_roles(cfg: RLExperiment.Config, found: Mapping[str, RLExperiment.Confi
     players = players_by_policy(found)
     for name, roles in players.items():
         where = f"policies[{name!r}].tasks"
+        if not are_adapters(cfg.policy):
+            said = "no roles, which whole models cannot play: an episode is drawn by one engine (--apply low_rank)"
+            raise ConfigError(f"{where}: expected {said}", where)
         for role, player in roles.items():
             if player.policy and player.policy not in found:
                 near = did_you_mean(player.policy, found)

@@ -1,14 +1,14 @@
 """Roles of an experiment with several policies: each a group of one for every policy, in the process of a single one.
 
-Only the engine of a worker and the base's arrays of a trainer are shared; a policy's controller, parameter server,
-verifier and updates are those of a run of its own.
+Only the engine of a worker and, if the policies are adapters, the base's arrays of a trainer are shared; a policy's
+controller, parameter server, verifier and updates are those of a run of its own.
 """
 
 import os
 import socket
 from collections.abc import Mapping
 from functools import partial
-from typing import override
+from typing import Any, override
 
 from axlearn_like.config import to_text
 from axlearn_like.layers.base import Params
@@ -26,8 +26,9 @@ from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
 from rl.protocol.protocols import BatchSource, PolicyLeaseSource, ScoreSource
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
-from rl.runtime.policies.adapters import adapter_limits, adapter_source
+from rl.runtime.policies.adapters import adapter_limits, adapter_source, are_adapters
 from rl.runtime.policies.base import make_base
 from rl.runtime.policies.configs import quotas_of
 from rl.runtime.policies.controllers import Controllers, failures, role_of
@@ -112,7 +113,7 @@ class PolicyRoles:
         weights: Mapping[str, ParameterServerClient],
         verifiers: Mapping[str, ScoreSource],
         began: float | None = None,
-    ) -> PoliciesWorker:
+    ) -> PoliciesWorker | RolloutWorker:
         """Build a worker of all policies.
 
         Args:
@@ -122,17 +123,24 @@ class PolicyRoles:
             verifiers: score the answers, by policy.
             began: when its process started, if not now (`time.time()`).
         """
-        experiment, policy = self._experiment, self.cfg.policy
         frozen = frozen_players(self._players)
-        limits = adapter_limits(policy, len(self.names) + sum(frozen.values()))
-        engine = experiment.make_engine(adapters=limits, model=plain_config(policy))
-        policies = {}
+        if adapters := are_adapters(self.cfg.policy):
+            limits = adapter_limits(self.cfg.policy, len(self.names) + sum(frozen.values()))
+            engine = self._experiment.make_engine(adapters=limits, model=plain_config(self.cfg.policy))
+        else:
+            engine = self._experiment.make_engine()
+        policies: dict[str, Any] = {}
         for policy_name, part in self._parts.items():
-            newest = part.experiment.cfg.controller.weights == "newest"
-            source = adapter_source(part.experiment.cfg.policy, weights[policy_name], newest=newest)
-            events = EventLog(part.run.events_path)
-            services = WorkerServices(controller, source, verifiers[policy_name], events)
-            policies[policy_name] = part.experiment.worker_policy(services)
+            own, client = part.experiment, weights[policy_name]
+            if adapters:
+                newest = own.cfg.controller.weights == "newest"
+                source: Any = adapter_source(own.cfg.policy, client, newest=newest)
+            else:
+                source = own.make_prefetcher(engine, client, name)
+            services = WorkerServices(controller, source, verifiers[policy_name], EventLog(part.run.events_path))
+            policies[policy_name] = own.worker_policy(services)
+        if not adapters:
+            return RolloutWorker(name, engine, policies, swap=self.cfg.swap, began=began)
         base, events = partial(self._base_params, engine), EventLog(self._run.events_path)
         return PoliciesWorker(name, engine, policies, controller, base, events, began=began, frozen=frozen)
 
@@ -142,21 +150,24 @@ class PolicyRoles:
         batches: Mapping[str, BatchSource],
         weights: Mapping[str, ParameterServerClient],
     ) -> PolicyTrainers:
-        """Build the trainers of all policies, which share the arrays of the base.
+        """Build the trainers of all policies; adapters share the arrays of the base.
 
         Args:
             controller: learns which policies fail.
             batches: controllers, by policy.
             weights: clients of the parameter servers, by policy.
         """
-        base = self._base = make_base(self._experiment.trainer_cfg, self._experiment.first_version(self._run))
+        if are_adapters(self.cfg.policy):
+            self._base = make_base(self._experiment.trainer_cfg, self._experiment.first_version(self._run))
         checkpoints = {name: part.run.checkpoints / "rl" for name, part in self._parts.items()}
         resume_together(checkpoints, played_together(self._players))
 
         def make(name: str) -> PolicyTrainer:
             part = self._parts[name]
             beside = tuple(path for other, path in checkpoints.items() if other != name)
-            first = FirstVersion(seed=part.experiment.cfg.seed, base=base, beside=beside)
+            first = None  # version 0 of the whole model itself
+            if self._base is not None:
+                first = FirstVersion(seed=part.experiment.cfg.seed, base=self._base, beside=beside)
             opponents = opponents_of(name, self._players, part.experiment.cfg.staleness)
             return part.experiment.make_trainer(
                 part.run, TrainerServices(batches[name], weights[name]), first=first, opponents=opponents

@@ -47,6 +47,8 @@ class FaultInjection:
             name = f"worker-{self._random.randrange(self._workers)}" if failure.target == "worker" else failure.target
             if name in pids:
                 self._kill("chaos", name, step, pids, actors)
+            else:
+                self._log.append("chaos", "missed", target=name)  # has not started yet
 
     def _kill(self, by: str, name: str, step: int, pids: Mapping[str, int], actors: Mapping[str, Any]) -> None:
         self._log.append(by, "kill", target=name, pid=pids[name], step=step)

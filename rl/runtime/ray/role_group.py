@@ -4,6 +4,7 @@ A process that dies leaves the others in a collective that will never complete. 
 when all are back they join again, at another port.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,6 +22,27 @@ _ANSWER_TIMEOUT = 3.0  # seconds for a live process to answer
 _LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
 
 Awaited = Literal["loop", "restart", "meeting", "preparation"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Work of a process.
+
+    Attributes:
+        name: name that it has now: a spare that took over has that of the process whose place it took.
+        pid: its process id.
+        incarnation: id of this process of the actor.
+        term: number of the trainer that it is, or that has called it.
+        runs: it runs its loop, or has done so.
+        prepared_as: name that it had when it was prepared to take over; "": it is not prepared.
+    """
+
+    name: str
+    pid: int
+    incarnation: str
+    term: int
+    runs: bool
+    prepared_as: str
 
 
 class RoleGroup:
@@ -160,6 +182,19 @@ class Roles:
         self.release("controller", self.groups[name].leader, "worker died")
         for reader in {name, self._prepared_as.pop(name, name)}:
             self.release("parameter-server", reader)
+
+    def place(self, name: str, actor: Any) -> None:
+        """Let an actor have this name."""
+        self.loops[name], self.groups[name] = actor, RoleGroup({name: actor})
+
+    def note_report(self, name: str, incarnation: str, prepared_as: str, *, runs: bool) -> None:
+        """Record what a process does that a former driver has started."""
+        if runs:
+            self.groups[name].started(name, incarnation)
+            self.groups[name].begin()
+            self._prepared_as |= {name: prepared_as} if prepared_as else {}
+        elif prepared_as:
+            self.ready.add(name)
 
     def exchange(self, name: str, spare: str) -> None:
         """Let a spare have the name of a process that has ended, which is a spare from now on."""

@@ -14,13 +14,14 @@ from mesh.devices import find_devices
 from rl.experiment import RLExperiment
 from rl.fleet.requests import role_requests
 from rl.runtime.cluster_file import withdraw
+from rl.runtime.node.drivers import kept_ray
 from rl.runtime.node.orphans import end_orphans
-from rl.runtime.ray.capacity import wait_for_nodes
+from rl.runtime.ray.devices.capacity import wait_for_nodes
+from rl.runtime.ray.devices.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.fault_injection import Say
 from rl.runtime.ray.health import MAX_DEATHS
 from rl.runtime.ray.preflight import check_reachable
 from rl.runtime.ray.proxies import process_groups, spare_names
-from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
 from rl.runtime.ray.supervisor import Supervisor
 from rl.runtime.simulated.failures import Faults
@@ -56,9 +57,11 @@ def run_ray(
     log, faults = EventLog(run.events_path), faults or Faults()
     deaths, reached = 0, 0
     while True:
+        kept = kept_ray()
         if not os.environ.get("RAY_ADDRESS"):
-            end_orphans(run)
-            log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0))
+            if kept is None:
+                end_orphans(run)
+            log.append("driver", "session", pid=os.getpid(), group=os.getpgid(0) if kept is None else kept.group)
         try:
             warm = open_warm_start(experiment.cfg.warm_start, run)
             with warm, ray_session() as own, contextlib.closing(ProfileSignal(run.path)):

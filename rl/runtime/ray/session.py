@@ -2,8 +2,10 @@
 
 import logging
 import os
+import select
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import warnings
@@ -17,6 +19,7 @@ import ray
 
 from mesh import UserError
 from mesh.files.written import own_folder
+from rl.runtime.node.drivers import Kept, kept_ray
 from rl.runtime.node.start import few_processes
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -28,7 +31,7 @@ _PURPOSE = {"raylet": "which starts the roles", "gcs_server": "which knows where
 def ray_session(address: str | None = None) -> Iterator[bool]:
     """Join the cluster at `address` or `RAY_ADDRESS`, or start one on loopback; yields True if it was started here.
 
-    A session that is already open is used, and left open.
+    A session that is already open is used, and left open. One that this driver's command keeps counts as started here.
 
     Raises:
         UserError: there is no cluster at that address, or it refuses the connection.
@@ -38,10 +41,14 @@ def ray_session(address: str | None = None) -> Iterator[bool]:
         yield False
         return
     own = address is None and not os.environ.get("RAY_ADDRESS")
+    kept = kept_ray() if own else None
     with _signals_kept(), warnings.catch_warnings():
         # Ray starts its processes by fork and exec, and JAX warns of every fork; nothing runs between the two.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
-        session = _start() if own else _join(address or os.environ["RAY_ADDRESS"])
+        if kept is not None:
+            session = _join_kept(kept)
+        else:
+            session = _start() if own else _join(address or os.environ["RAY_ADDRESS"])
     try:
         yield own
     except BaseException:
@@ -86,6 +93,33 @@ def _start() -> str:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise SessionLost(f"Ray did not start: {reason}") from error
     return context.address_info["session_dir"]
+
+
+def keep_session(kept: Kept) -> None:
+    """Start Ray, tell where it is, and hold it until one of its processes dies or SIGTERM comes."""
+    with _signals_kept():
+        folder = _start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    health, address = SessionHealth(), ray.get_runtime_context().gcs_address
+    kept.tell(keeper=os.getpid(), address=address, folder=folder, **health.pids())
+    try:
+        health.wait()
+        kept.tell(lost=str(health.loss()))
+        health.end()
+    except SystemExit:
+        ray.shutdown()
+
+
+def _join_kept(kept: Kept) -> None:
+    """Join the session that the command keeps (SessionLost: Ray did not start, or has died again)."""
+    found = kept.wait()
+    try:
+        if "error" in found:
+            raise SessionLost(found["error"])
+        ray.init(found["address"], _node_ip_address="127.0.0.1", **_QUIET)
+    except (ConnectionError, RuntimeError) as error:
+        ray.shutdown()
+        raise SessionLost(f"Ray was gone: {error}") from error
 
 
 def _remove_old_sessions(folder: Path) -> None:
@@ -146,13 +180,24 @@ class SessionHealth:
         """Return an error that names the process which has died, without asking Ray; None if all live."""
         for process, name in self._processes.items():
             if not _lives(process):
-                return SessionLost(f"Ray's {name} (pid {process.pid}), {_PURPOSE[name]}, died")
+                found = f"Ray's {name} (pid {process.pid}), {_PURPOSE[name]}, died"
+                kept = kept_ray()  # keeper of the session: it knows which one died first, and has ended the others
+                return SessionLost((kept and kept.told().get("lost")) or found)
         return None
 
     def check(self) -> None:
         """Raise SessionLost if a process has died."""
         if (lost := self.loss()) is not None:
             raise lost
+
+    def pids(self) -> dict[str, int]:
+        """Return the process ids by name."""
+        return {name: process.pid for process, name in self._processes.items()}
+
+    def wait(self) -> None:
+        """Wait until a process dies."""
+        descriptors = [os.pidfd_open(process.pid) for process in self._processes]
+        select.select(descriptors, [], [])
 
     def end(self) -> None:
         """Kill the processes that are left, because Ray would try for long to reach the dead one."""

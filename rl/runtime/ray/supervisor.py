@@ -4,7 +4,6 @@ Ray places actors, restarts their processes and keeps their logs. The supervisor
 again when their process has restarted, reports deaths and long waits, and ends all actors with the run.
 """
 
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +16,11 @@ from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.cluster_file import advertise, withdraw
+from rl.runtime.ray.adoption import Starter, adopt
+from rl.runtime.ray.devices.reservation import Reservation
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.health import Deaths, HealthMonitor
-from rl.runtime.ray.placement import start_actor
-from rl.runtime.ray.proxies import (
-    invoke_beside,
-    result,
-)
-from rl.runtime.ray.reservation import Reservation
+from rl.runtime.ray.proxies import invoke_beside, result
 from rl.runtime.ray.role_group import Awaited, Roles
 from rl.runtime.ray.run_logs import RunLogs
 from rl.runtime.simulated.failures import Faults
@@ -43,7 +39,7 @@ class Supervisor:
         *,
         faults: Faults,
     ):
-        """Start all actors.
+        """Start all actors, but those that a former driver has left at work.
 
         Args:
             cfg: the experiment's.
@@ -52,16 +48,21 @@ class Supervisor:
             reservation: the devices of trainer, reference and workers.
             faults: what to kill (see `FaultInjection`).
         """
-        self._cfg, self._run, self._say, self._reservation = cfg, run, say, reservation
+        self._cfg, self._run, self._say = cfg, run, say
         self._log = EventLog(run.events_path)
         self._logs = RunLogs(cfg, run)
         self._former: dict[str, str] = {}  # incarnations that are about to end
         self._deaths = Deaths()
         self._fault = FaultInjection(run, workers=cfg.workers, faults=faults)
-        self._token = secrets.token_hex(16)
-        self._namespace = f"{run.path.name}-{self._token[:8]}"
-        self._roles = Roles(cfg, self._start)
-        self._term = 0  # number of the trainer: of two, the later one's counts
+        self._starter = Starter(cfg, run, reservation)
+        self._roles = Roles(cfg, self._starter)
+        found = adopt(self._roles, self._starter)
+        self._term = max((one.term for one in found.values()), default=0)  # number of the newest trainer
+        self._logs.pids |= {name: one.pid for name, one in found.items()}
+        for name in sorted(self._roles.ready):
+            self._log.append("driver", "ready", target=name)
+        followed = {name: self._roles.loops[name] for name, one in found.items() if one.runs}
+        self._at_work = {name: one.invoke.remote("outcome", self._starter.driver) for name, one in followed.items()}
         self._idle = [name for name in self._roles.loops if name not in self._roles.trainer.names]
         self._unprepared: dict[str, int] = {}  # spares that wait for an update, which needs the processor more
         self._health = HealthMonitor({**self._roles.services, **self._roles.loops}, cfg.timeouts, self._log, say)
@@ -87,7 +88,7 @@ class Supervisor:
             self._begin(name)
         if not is_warm_start_due(self._cfg.warm_start, self._run):
             self._begin_others()
-        advertise(self._run, ray.get_runtime_context().gcs_address, self._namespace)
+        advertise(self._run, ray.get_runtime_context().gcs_address, self._starter.namespace)
         asked: float | None = None
         while True:
             if asked is None and stop():
@@ -116,16 +117,14 @@ class Supervisor:
         self._read_logs()
         self._fault.close(self._say)
 
-    def _start(self, kind: str, name: str) -> Any:
-        slot, known = self._reservation.slot(name), {"token": self._token, "namespace": self._namespace}
-        return start_actor(self._cfg, self._run, kind, name, slot, **known)
-
     def _begin(self, name: str, incarnation: str = "") -> None:
         """Start the loop of a process; of one among several of its role, as soon as all of them have started."""
         self._logs.left.discard(name)
         group = self._roles.groups[name]
-        if name in self._roles.spares:
-            self._unprepared[name] = self.step
+        if name in self._at_work:
+            self._waiting[self._at_work.pop(name)] = (name, "loop")
+        elif name in self._roles.spares:
+            self._unprepared |= {} if name in self._roles.ready else {name: self.step}
         elif not group.several:
             self._run_loop(name)
         elif not incarnation:
@@ -138,8 +137,8 @@ class Supervisor:
         if name == self._roles.trainer.leader:
             self._term += 1
         term = self._term if name in self._roles.trainer.names else 0
-        running = self._roles.loops[name].invoke.remote("run", self._roles.called(), meeting, name, term)
-        self._waiting[running] = (name, "loop")
+        given = self._roles.called(), meeting, name, term, self._starter.driver
+        self._waiting[self._roles.loops[name].invoke.remote("run", *given)] = (name, "loop")
 
     def _take_over(self, name: str) -> None:
         """Let a spare, if one is prepared, run the loop of a process that has ended, whose restart is awaited."""

@@ -12,7 +12,8 @@ from mesh import UserError, did_you_mean
 from rl.runtime.simulated.sources.spot_traces import Counts, read_counts, workers_there
 
 Kind = Literal["kill", "gone", "back", "slow"]
-_ROLES = ("trainer", "controller", "worker")
+_COMMAND = ("driver", "raylet")  # processes of the command itself
+_ROLES = ("trainer", "controller", "worker", *_COMMAND)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,8 +22,9 @@ class Failure:
 
     Attributes:
         time: seconds since the run began.
-        target: "trainer", "controller", "worker-N", or "worker": one of those alive, by the seed; in a trace of a
-            simulation also "zone-N": all workers of a zone.
+        target: "trainer", "controller", "worker-N", or "worker": one of those alive, by the seed; "driver": the process
+            that supervises the roles; "raylet": Ray's, which takes all roles with it; in a trace of a simulation also
+            "zone-N": all workers of a zone.
         kind: "kill": its process dies, and is started again; "gone": its host is lost and does not come back before
             "back"; "slow": from now on its computations take `factor` times as long.
         factor: factor of "slow".
@@ -55,9 +57,14 @@ class Faults:
         taken, self.trace = self.trace[:count], self.trace[count:]
         return taken
 
-    def check(self, workers: int) -> None:
-        """Refuse failures that cannot be injected (UserError)."""
+    def check(self, workers: int, *, kept: bool = False) -> None:
+        """Refuse failures that cannot be injected (UserError); `kept`: the command outlives its driver and its Ray."""
         for one in self.trace:
+            if one.target in _COMMAND and not kept:
+                raise UserError(
+                    f"--trace: {one.target!r} at {one.time:g} s: expected roles that are processes of this machine "
+                    "alone (--runtime ray, without RAY_ADDRESS and with a local --run-dir)"
+                )
             if one.kind != "kill":
                 raise UserError(
                     f"--trace: {one.kind!r} at {one.time:g} s: expected 'kill', the only kind in a real run"

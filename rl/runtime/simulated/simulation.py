@@ -189,11 +189,8 @@ class Simulation:
         controller: Any = RoleCalls(self.call)
         services = WorkerServices[Any](controller, prefetcher, SimulatedVerifier(self.links), self.events)
         policy = experiment.worker_policy(services)
-        known: dict[str, Any] = {"swap": cfg.swap}
         engine_as: Any = engine
-        RolloutWorker(name, engine_as, policy.tokenizer, policy.seed, services, policy.features, **known).run(
-            patience=_PATIENCE
-        )
+        RolloutWorker(name, engine_as, {"": policy}, swap=cfg.swap).run(patience=_PATIENCE)
 
     # ---- failures
 
@@ -221,8 +218,15 @@ class Simulation:
             self._kill(name, comes_back=failure.kind == "kill")
 
     def _kill(self, name: str, *, comes_back: bool) -> None:
-        d = self.plan.durations
         self.events.append("chaos", "kill", target=name, step=self.step, saved=self._saved.step)
+        if name == "raylet":  # all roles go, and come back
+            for role in ("controller", *sorted(self.engines.keys() - self._gone), "trainer"):
+                self._end(role, comes_back=True)
+        elif name != "driver":  # roles work on without it
+            self._end(name, comes_back=comes_back)
+
+    def _end(self, name: str, *, comes_back: bool) -> None:
+        d = self.plan.durations
         if name == "controller":
             return self._kill_controller()
         if not self.clock.kill(name):

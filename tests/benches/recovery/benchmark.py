@@ -1,6 +1,6 @@
 """`axl bench recovery`: each role of a run is killed repeatedly; recovery times, and a check of the results.
 
-One run under Ray is disturbed from start to end (a killed driver is restarted, as a supervisor would do). Then the
+One run under Ray is disturbed from start to end (a killed command is restarted, as a supervisor would do). Then the
 same updates are made in one process without kills, and the files that both wrote are compared.
 """
 
@@ -22,13 +22,13 @@ from rl.runtime.simulated.result import measured_ettr
 from tests.benches.recovery.compare import compare, make_undisturbed
 from tests.benches.recovery.figures import Recovery, recoveries, role_of, seconds_by_role
 from tests.benches.recovery.job import recovery_job, undisturbed
-from tests.benches.recovery.run import DRIVER, PATIENCE_S, RunFailed, WatchedRun
+from tests.benches.recovery.run import COMMAND, DRIVER, PATIENCE_S, RAYLET, RunFailed, WatchedRun
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
 
 BENCHMARK = "recovery"
 ELASTIC = {"elastic": signal.SIGKILL, "elastic-stopped": signal.SIGSTOP}
-ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", *ELASTIC, DRIVER)
+ROLES = ("trainer", "controller", "parameter-server", "verifier", "worker", *ELASTIC, DRIVER, RAYLET, COMMAND)
 JOB = "tests.benches.recovery.job:recovery_job"
 SPARES = ("trainer-spare-0", "worker-spare-0")
 _CALM_UPDATES = (2, 9)  # updates from one recovery to the next kill

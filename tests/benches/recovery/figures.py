@@ -14,8 +14,8 @@ class Recovery:
 
     Attributes:
         back_s: until a new process of the role had started; of an elastic worker, until another had its lease.
-        back_cpu_s: CPU seconds used until then; for a kill of the driver, by all roles together.
-        update_s: until the next completed update; after a kill of the driver or of the trainer, by the new trainer.
+        back_cpu_s: CPU seconds used until then; for a kill of the command or the raylet, by all roles together.
+        update_s: until the next completed update; where the trainer ended, by the new one.
         gap_s: the longest time without a completed update, from the last before the kill to the first after `back_s`.
         redone: updates made a second time.
         lost: number of these, updates that a checkpoint on disk should have spared.
@@ -58,7 +58,7 @@ def _recovery(events: Sequence[Row], kill: int, end: int) -> Recovery:
     """Return the recovery from one kill; `end`: row of the next kill, whose later rows do not count."""
     at, target = events[kill]["time"], events[kill]["target"]
     back = next((i for i in range(kill, end) if _is_back(events[i], target)), None)
-    new_trainer = target == "driver" or target.startswith("trainer")
+    new_trainer = target in ("command", "raylet") or target.startswith("trainer")
     trainer = next((i for i in range(back or end, end) if _starts(events[i], "trainer")), end) if new_trainer else kill
     updates = [i for i in range(trainer, end) if _updates(events[i])]
     before = [row for row in events[:kill] if _updates(row)]
@@ -95,7 +95,9 @@ def _longest_gap(events: Sequence[Row], kill: int, back: int | None, end: int) -
 def _is_back(row: Row, target: str) -> bool:
     if target.startswith("elastic"):
         return row["event"] == "lease_expired" and row["worker"] == target
-    return row["event"] == "session" if target == "driver" else _starts(row, target)
+    if target in ("driver", "command"):
+        return row["event"] == "session"
+    return _starts(row, "trainer" if target == "raylet" else target)
 
 
 def _starts(row: Row, role: str) -> bool:

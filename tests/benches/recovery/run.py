@@ -18,7 +18,8 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[3]
-DRIVER = "driver"
+DRIVER, COMMAND, RAYLET = "driver", "command", "raylet"
+_WHOLE = (COMMAND, RAYLET)  # which take all roles with them
 PATIENCE_S = 900.0  # limit of a role's return on a busy machine
 
 
@@ -93,9 +94,12 @@ class WatchedRun:
 
     def pid(self, role: str) -> int:
         """Return the process id of the role's newest process."""
-        if role == DRIVER:
+        if role in _WHOLE:
             assert self.process is not None
-            return self.process.pid
+            tree = psutil.Process(self.process.pid).children(recursive=True) if role == RAYLET else ()
+            return next((one.pid for one in tree if one.name() == RAYLET), self.process.pid)
+        if role == DRIVER:
+            return next(row["pid"] for row in reversed(self.events) if row["event"] == "session")
         return next(r["pid"] for r in reversed(self.events) if r["event"] == "start" and r["role"] == role)
 
     def cpu(self, role: str) -> float:
@@ -131,26 +135,30 @@ class WatchedRun:
         return self.signal(role, signal.SIGKILL, "kill", saved=self.saved())
 
     def kill_and_wait(self, *targets: str) -> None:
-        """Kill these roles at once by SIGKILL, restart a killed driver, and wait for all roles and an update.
+        """Kill these roles at once by SIGKILL, restart a killed command, and wait for all roles and an update.
 
         Raises:
             RunFailed: a target had ended by itself, or was not back in time.
         """
         self.look()
-        waits = [(t, self.count("session" if t == DRIVER else "start", t)) for t in targets]
-        if DRIVER in targets:  # every role starts again
+        whole = {DRIVER, *_WHOLE} & {*targets}
+        waits = [(t, self.count("start", t)) for t in targets if t not in whole]
+        sessions = self.count("session") + len(whole)
+        if {*_WHOLE} & whole:  # every role starts again
             waits += [(role, self.count("start", role)) for role in self.roles() if role not in targets]
         for target in targets:
             if not self.kill(target):
                 raise RunFailed(f"{target} (pid {self.pid(target)}) ended by itself; the run said:\n{self._tail()}")
-        if DRIVER in targets:
+        if COMMAND in targets:
             assert self.process is not None
             self.process.wait()
             self.start()
+        if whole:
+            self.wait_for("the next session", lambda: self.count("session") >= sessions, PATIENCE_S)
         for role, before in waits:
-            event = "session" if role == DRIVER else "start"
-            self.wait_for(f"{role} is back", lambda e=event, r=role, n=before: self.count(e, r) > n, PATIENCE_S)
-        self.note("back", target=" and ".join(targets), cpu=round(sum(self.cpu(role) for role, _ in waits), 3))
+            self.wait_for(f"{role} is back", lambda r=role, n=before: self.count("start", r) > n, PATIENCE_S)
+        back = [role for role, _ in waits] + [DRIVER] * bool(whole)
+        self.note("back", target=" and ".join(targets), cpu=round(sum(map(self.cpu, back)), 3))
         self.wait_for_update(f"an update with {' and '.join(targets)} back")
 
     def join(self, name: str, wrap: Sequence[str] = ()) -> None:

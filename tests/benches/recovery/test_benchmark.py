@@ -70,13 +70,30 @@ def test_after_a_killed_trainer_only_its_successor_counts_and_what_it_makes_agai
 def test_a_killed_command_is_back_with_its_next_session() -> None:
     events = [
         update(1, 0),
-        kill(2, "driver"),
+        kill(2, "command"),
         row(5, "driver", "session", pid=3),
         row(9, "trainer", "start", pid=4),
         update(11, 0),
     ]
     [recovery] = recoveries(events)
     assert (recovery.back_s, recovery.update_s, recovery.gap_s, recovery.redone) == (3.0, 9.0, 10.0, 1)
+
+
+def test_a_killed_driver_takes_no_role_with_it_and_a_killed_raylet_all() -> None:
+    events = [
+        update(1, 0),
+        kill(2, "driver"),
+        update(2.3, 1),
+        row(2.4, "driver", "session", pid=3),
+        update(3, 2),
+        kill(4, "raylet"),
+        row(4.2, "driver", "session", pid=3),
+        row(9, "trainer", "start", pid=4),
+        update(11, 2),
+    ]
+    driver, raylet = recoveries(events)
+    assert (driver.back_s, driver.update_s, driver.redone) == (0.4, 0.3, 0)
+    assert (raylet.back_s, raylet.update_s, raylet.redone) == (5.0, 7.0, 1)
 
 
 def test_a_step_updated_twice_by_one_incarnation_is_double_and_by_the_next_is_not() -> None:
@@ -87,9 +104,9 @@ def test_a_step_updated_twice_by_one_incarnation_is_double_and_by_the_next_is_no
 
 def test_every_role_has_its_turn_before_any_has_a_second_and_workers_take_turns() -> None:
     order = bench.schedule(bench.Kills(3, bench.ROLES, seed=1))
-    assert len(order) == 24
-    for begin in (0, 8, 16):
-        assert len({name.rstrip("-012") for name in order[begin : begin + 8]}) == 8
+    assert len(order) == 30
+    for begin in (0, 10, 20):
+        assert len({name.rstrip("-012") for name in order[begin : begin + 10]}) == 10
     assert sorted(name for name in order if name.startswith("elastic-s")) == [f"elastic-stopped-{n}" for n in range(3)]
     assert [name for name in order if name.startswith("worker")] == ["worker-0", "worker-1", "worker-0"]
     again, other = (bench.schedule(bench.Kills(3, bench.ROLES, seed=seed)) for seed in (1, 2))

@@ -58,6 +58,16 @@ def test_hosts_meshes_bytes_and_processes_are_counted():
     assert json.loads(json.dumps(data)) == data
 
 
+def test_devices_of_a_standby_are_counted():
+    """Trainer of one process on four GPUs, three workers on one each; one more of either."""
+    cfg = experiment("h100:4", "3 x h100:1", standby={"trainer": 1, "worker": 2})
+    cfg.trainer.set(mesh={"fsdp": 4}, row_multiple=4)
+    data = plan_fleet(place(cfg)).as_dict()
+    assert (data["chips"], data["processes"]) == (2 * 4 + 5, 2 + 5)
+    roles = data["roles"]
+    assert [(roles[role]["count"], roles[role]["standby"]) for role in ("trainer", "worker")] == [(1, 1), (3, 2)]
+
+
 def test_of_adapters_the_first_push_alone_has_the_frozen_parameters():
     """LoRA of rank 4 on a model of 0.5 B parameters moves a hundredth of its bytes with each version."""
     cfg: Any = get("qwen25_0_5b_rl")

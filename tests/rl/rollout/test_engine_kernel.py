@@ -17,7 +17,7 @@ from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker import RolloutWorker
-from rl.rollout.worker_policy import WorkerServices
+from rl.rollout.worker_policy import WorkerPolicy, WorkerServices
 from tests.bounds import within
 from tests.rl.rollout.small import POLICY, STOP, make_engine, request
 from tests.rl.tiny import tiny_params
@@ -87,7 +87,7 @@ def test_a_worker_logs_the_choice(tmp_path: Path):
     engine = RolloutEngine.Config(model=POLICY, stop_tokens=STOP, kernel=kernel, **SMALL).build()
     nobody: Any = None
     services = WorkerServices(nobody, nobody, nobody, EventLog(tmp_path / "events.jsonl"))
-    RolloutWorker("worker-3", engine, nobody, 0, services)
+    RolloutWorker("worker-3", engine, {"": WorkerPolicy(nobody, 0, services)})
     (event,) = read_rows(tmp_path / "events.jsonl")
     assert (event["role"], event["event"]) == ("worker-3", "kernel")
     assert event["sizes"]["chunk_keys"] == 32 and "worst" not in event

@@ -16,6 +16,8 @@ from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.protocol import answer_text
 from mesh import UserError
 from rl.controller.controller import Controller
+from rl.controller.fair_share import FairShare
+from rl.controller.leasing import LEASES_PER_POLICY
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import connect_local
 from rl.parameter_server.errors import WeightsError
@@ -25,7 +27,8 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request
 from rl.rollout.worker import RolloutWorker
-from rl.rollout.worker_policy import WorkerFeatures, WorkerServices
+from rl.rollout.worker_policy import WorkerFeatures, WorkerPolicy, WorkerServices
+from rl.runtime.policies.controllers import Controllers
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 from tests.rl.parameter_server.small import publish
@@ -52,14 +55,16 @@ def engine() -> RolloutEngine:
 class Place:
     """A controller and a parameter server with version 0 in a run directory, and workers to come."""
 
-    def __init__(self, path: Path, engine: RolloutEngine):
+    def __init__(self, path: Path, engine: RolloutEngine, number: int = 0):
+        """`number`: of the policy, which has weights of its own."""
+        path.mkdir(exist_ok=True)
         self.run = RunDirectory.attach(path)
         self.clock = Clock()
         self.controller: Controller = EXPERIMENT.controller_cfg.build(
-            clock=self.clock, events=EventLog(self.run.events_path)
+            clock=self.clock, events=EventLog(self.run.events_path), first_lease=number * LEASES_PER_POLICY
         )
         self.weights = connect_local(EXPERIMENT.make_parameter_server())
-        publish(self.weights, WEIGHTS[0], 0)
+        publish(self.weights, WEIGHTS[number], 0)
         self.controller.begin(0, 0)
         self._engine = engine
 
@@ -77,7 +82,8 @@ class Place:
             pull_timeout=0.0,
         )
         features = WorkerFeatures(demonstrations=demonstrations)
-        return RolloutWorker(name, self._engine, EXPERIMENT.tokenizer, CFG.seed, services, features)
+        policy = WorkerPolicy(EXPERIMENT.tokenizer, CFG.seed, services, features)
+        return RolloutWorker(name, self._engine, {"": policy})
 
     def events(self, event: str) -> list[dict[str, Any]]:
         return [row for row in read_rows(self.run.events_path) if row["event"] == event]
@@ -132,6 +138,38 @@ def test_groups_hold_the_samples_of_their_prompt_with_their_own_scores(place: Pl
                 assert score.reward == ascii_share(group.prompt.id, answer)
                 assert np.all(rollout.versions == 0)
         assert len({score.reward for group in batch for score in group.scores}) > 3
+
+
+class _NoVerifier:
+    def score(self, *answers: Any) -> list[Score]:
+        raise RuntimeError("no verifier")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_whole_models_take_turns_on_one_engine_and_have_the_rollouts_of_each_alone(
+    fails: bool, tmp_path: Path, engine: RolloutEngine, undisturbed: list[Group]
+):
+    places = {name: Place(tmp_path / name, engine, number) for number, name in enumerate(("a", "b"))}
+    controllers = Controllers({name: place.controller for name, place in places.items()}, FairShare(quantum=1))
+    policies: dict[str, Any] = {}
+    for name, place in places.items():
+        verifier: Any = _NoVerifier() if fails and name == "b" else EXPERIMENT.make_verifier()
+        services = WorkerServices(controllers, place.prefetcher(), verifier, EventLog(place.run.events_path))
+        policies[name] = WorkerPolicy(EXPERIMENT.tokenizer, CFG.seed, services)
+    engine.invalidate_weights()
+    worker = RolloutWorker("w", engine, policies)
+    while worker.run_once():
+        pass
+    assert same(places["a"].batch(), undisturbed)
+    assert controllers.failed() == ({"b": "no verifier"} if fails else {})
+    assert [len(place.events("pull")) for place in places.values()] == [1, 1], "weights stay while the other one draws"
+    if not fails:
+        assert len(places["b"].events("swap")) > 1
+        alone = Place(tmp_path / "alone", engine, 1)
+        other = alone.worker("w")
+        while other.run_once():
+            pass
+        assert same(places["b"].batch(), alone.batch()) and not same(places["b"].batch(), undisturbed)
 
 
 def test_a_worker_pulls_a_version_once_and_logs_its_spans(place: Place):

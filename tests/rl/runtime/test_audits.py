@@ -189,9 +189,8 @@ def run_audited(path: Path, cfg: RLExperiment.Config, bad: str = "", **cheat: An
             source: Any = BadController(controller, mine.get("groups", lambda groups: groups))
             services = WorkerServices(source, weights, verifier, EventLog(run.events_path))
             policy = experiment.worker_policy(services)
-            if "sampler" in mine:
-                policy = dataclasses.replace(policy, sampler=mine["sampler"])
-            return RolloutWorker(name, engine, policy.tokenizer, mine.get("seed", cfg.seed), services, policy.features)
+            own = {field: mine[field] for field in ("sampler", "seed") if field in mine}
+            return RolloutWorker(name, engine, {"": dataclasses.replace(policy, **own)})
 
         with experiment.make_verifier() as verifier:
             trainer = experiment.make_trainer(run, TrainerServices(controller, client))

@@ -10,6 +10,7 @@ from typing import Any
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.input.request import _IGNORED
 from tests.rl.serving.running import MODEL, Running, make_engine, running
+from tests.rl.serving.test_grammars import LONG
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "serving.md"
 BEGIN, END = "<!-- fields: begin -->", "<!-- fields: end -->"
@@ -140,7 +141,7 @@ def table(served: Running) -> str:
 def served_table(folder: Path) -> str:
     path = folder / "template.jinja"
     path.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with running(make_engine(max_new_tokens=40), template=ChatTemplate.Config(jinja=str(path))) as served:
+    with running(make_engine(max_new_tokens=LONG), template=ChatTemplate.Config(jinja=str(path))) as served:
         return table(served)
 
 

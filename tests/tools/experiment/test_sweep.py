@@ -119,9 +119,9 @@ def test_the_command_plans_and_refuses_with_what_to_add(
     assert main(plan) == 0
     out = capsys.readouterr().out
     assert "2 policies of one base" in out and "lr=1e-3" in out and "trainer" in out
+    assert main(["rl", "sweep", f"{place}:whole", *plan[3:]]) == 0
+    assert "2 whole models" in capsys.readouterr().out
     for arguments, message in (
-        ([f"{place}:whole", "--over", "seed=0,1"], "policies of one fleet are LoRA adapters of one base"),
-        ([f"{place}:whole", "--over", "seed=0,1"], "--apply low_rank"),
         ([f"{place}:lora"], "Missing option '--over'"),
         ([f"{place}:lora", "--over", "sed=1,2"], "did you mean 'seed'"),
         ([f"{place}:lora", "--over", "engine.max_num_seqs=1,2"], "all policies share 'engine'"),

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend, explain
 from axlearn_like.kernels.exact.scope import use_numerics
@@ -19,7 +18,7 @@ from axlearn_like.kernels.paged_attention.self_test import BOUND, KernelShapes, 
 from axlearn_like.kernels.policy_head.statistics import policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules
 from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.base import bind, split
+from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
 from axlearn_like.layers.contexts.paged_decode import PagedDecodeContext
 from mesh import make_mesh
@@ -161,8 +160,11 @@ def _same_alone() -> bool:
     """Return True if two rows are the same to the bit alone and among eight; on TPUs with exact numerics."""
     kind = "exact" if jax.default_backend() == "tpu" else "default"
     cfg = tiny(vocab_size=256, dim=256, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=128, hidden=512)
-    graphdef, params = split(cfg.set(numerics=kind).build(rngs=nnx.Rngs(0)))
-    tokens = np.random.default_rng(0).integers(0, 256, (8, 128)).astype(np.int32)
+    graphdef, shapes = split(build_abstract(cfg.set(numerics=kind)))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (8, 128)).astype(np.int32)
+    # Drawn by the host: an initializer is a program for each shape.
+    params = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32) / 16, shapes)
 
     def score(params: Any, tokens: jax.Array) -> jax.Array:
         with use_numerics(kind):
@@ -187,9 +189,9 @@ def _plain(seen: np.ndarray) -> Callable[..., Any]:
 
 
 def _layer(heads: int, width: int) -> Any:
-    """Return a layer of attention with our defaults, which choose the kernel."""
+    """Return a layer of attention, without arrays, with our defaults, which choose the kernel."""
     cfg = Attention.Config(dim=width, num_heads=heads, num_kv_heads=max(1, heads // 4), head_dim=width)
-    return cfg.build(rngs=nnx.Rngs(0))
+    return build_abstract(cfg)
 
 
 def _params(layer: Any) -> AttentionParams:

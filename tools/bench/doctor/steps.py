@@ -58,7 +58,7 @@ def sft_step(options: Options) -> Finding:
     (dtype, sizes), devices, peak = _sizes(), jax.device_count(), peak_flops(jax.devices())
     if accelerated():
         sizes |= {"length": 2048, "vocab": 16384}
-    job = TrainJob(batch=8 * devices, **sizes)
+    job = TrainJob(batch=(8 if accelerated() else 4) * devices, **sizes)
     cfg = trainer_config(job, dtype)
     cfg.set(num_steps=12 if accelerated() else 6, mesh={"fsdp": -1})
     with tempfile.TemporaryDirectory(prefix="axl-doctor-") as folder:
@@ -92,7 +92,7 @@ def rl_step(options: Options) -> Finding:
     if accelerated():
         job = GrpoJob(prompt_tokens=128, new_tokens=256, kv_heads=8, head_dim=128, **sizes)
     else:
-        job = GrpoJob(prompts=4, group=4, new_tokens=32, dim=128, ffn=384, heads=4, **sizes)
+        job = GrpoJob(prompts=2, group=4, new_tokens=32, dim=128, ffn=384, heads=4, **sizes)
     cfg = experiment_config(job).set(num_steps=3)
     cfg.policy.set(dtype=dtype, scan_unroll=1, remat="everything")
     with tempfile.TemporaryDirectory(prefix="axl-doctor-") as folder:

@@ -19,7 +19,7 @@ from rl.rollout.agent_loops.episodes import RERUN, Episodes
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker
-from rl.rollout.worker_policy import WorkerFeatures, WorkerServices
+from rl.rollout.worker_policy import WorkerFeatures, WorkerPolicy, WorkerServices
 from rl.tasks.encoding import encode_problem
 from rl.verification.failures import ScorerFails
 from tests.rl.controller.scripted import make
@@ -183,7 +183,7 @@ def played(engine: RolloutEngine, environment: Environment.Config, *, leaves: bo
         held: Any = Held(engine)
         services = WorkerServices(controller, held, Judge(), EventLog("", silent=True))
         features = WorkerFeatures(episodes=Episodes.of(tasks(environment), TOKENIZER, seed=3))
-        RolloutWorker(f"w{number}", engine, TOKENIZER, 3, services, features).run(stop)
+        RolloutWorker(f"w{number}", engine, {"": WorkerPolicy(TOKENIZER, 3, services, features)}).run(stop)
     batch = controller.next_batch(0)
     assert batch is not None
     return [rollout for group in batch for rollout in group.rollouts]

@@ -1,10 +1,12 @@
 """Policies of one experiment: what their edits make of its config, and what is refused, by policy and field."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.config import ConfigError, from_text, get_path, reach, replace, set_path, to_text
 from axlearn_like.layers.wrappers.base import plain_config
 from axlearn_like.layers.wrappers.lora import LoRA
@@ -87,10 +89,23 @@ def test_matrices_beyond_those_of_the_experiment_are_refused():
         check_policies(cfg, "inprocess")
 
 
-def test_policies_that_are_no_adapters_are_refused_with_what_to_add():
-    whole = tiny_experiment(policies={"a": {}})
-    with pytest.raises(ConfigError, match=r"policy: .*LoRA adapters of one base.*no LoRA layers.*--apply low_rank"):
-        check_policies(whole, "inprocess")
+def test_policies_without_adapters_are_whole_models_of_one_shape():
+    edits = {"follows": {"controller.weights": "in_flight"}, "other": {"start_from": StartFrom.Config(path="there")}}
+    found = check_policies(tiny_experiment(policies=edits), "inprocess")
+    assert found["other"].start_from is not None and found["follows"].start_from is None
+    plain: Any = tiny_experiment().policy
+    there, elsewhere = (Pretrained.of(plain, StartFrom.Config(path=path)) for path in ("there", "elsewhere"))
+    check_policies(tiny_experiment(policies={"a": {}, "b": {"policy": elsewhere}}).set(policy=there), "inprocess")
+    wide = tiny_experiment(policies={"a": {}, "wide": {"policy.dim": 32}})
+    with pytest.raises(
+        ConfigError, match=r"policies\['wide'\].engine.model.dim: expected 16, as in the engine that all"
+    ):
+        check_policies(wide, "inprocess")
+
+
+def test_adapters_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="start_from: all policies share 'start_from'"):
+        check_policies(tiny_policies({"a": {"start_from": StartFrom.Config(path="there")}}), "inprocess")
     cfg = tiny_policies({"a": {}})
     replace(cfg, LoRA.Config, lambda lora: lora.set(magnitudes=True))
     with pytest.raises(ConfigError, match="DoRA"):
@@ -131,6 +146,15 @@ def test_names_and_numbers_of_policies_and_shares():
 def test_quotas_that_cannot_be_are_named(quotas: dict[str, dict[str, float]], message: str):
     with pytest.raises(ConfigError, match=message):
         policy_configs(tiny_policies({"maths": {}}, policy_quotas=quotas))
+
+
+@pytest.mark.parametrize("make", [tiny_experiment, tiny_policies], ids=["whole", "adapters"])
+def test_roles_of_several_processes_and_a_reference_apart_are_refused(make: Callable[..., RLExperiment.Config]):
+    for field, value in (("trainer.processes", 2), ("fleet.reference", "cpu:1"), ("fleet.workers", "2x2xv5p:2x2x2")):
+        cfg = make(policies={"a": {}})
+        set_path(cfg, field, value)
+        with pytest.raises(ConfigError, match=f"{field.split('.')[1]}: .*with several policies"):
+            check_policies(cfg, "inprocess")
 
 
 def test_a_warm_start_is_refused():

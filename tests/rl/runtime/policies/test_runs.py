@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from axlearn_like.checkpoint.convert import StartFrom
 from experiments.modifiers import low_rank
 from rl.experiment import RLExperiment
 from rl.objective.presets import maxrl
+from rl.runtime.policies.configs import policy_configs
 from rl.runtime.run import RLRun
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
@@ -59,6 +61,35 @@ def test_policies_join_and_leave_a_run_and_keep_their_bits(tmp_path: Path) -> No
     run(tmp_path / "other", fleet({"other-seed": POLICIES["other-seed"]}))
     for name, folder in (("faster", "longer"), ("other-seed", "other")):
         assert_same_outcome(*(tmp_path / one / "policies" / name for one in ("grown", folder)))
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "math": {"prompts_per_step": 2, "groups_per_lease": 1},  # two leases a step, with one of the other between them
+    "sql": {"seed": 7, "learner.schedule.lr": 3e-2, "controller.weights": "in_flight"},
+}
+
+
+@pytest.mark.full
+def test_whole_models_that_train_together_are_each_the_run_that_it_would_be_as_the_only_policy(tmp_path: Path) -> None:
+    cfg = tiny_experiment(staleness=1)
+    report = run(tmp_path / "together", cfg.clone(policies=WHOLE))
+    assert report is not None and list(report["policies"]) == list(WHOLE)
+    for name, own in policy_configs(cfg.clone(policies=WHOLE)).items():
+        run(tmp_path / name, own)
+        assert_same_outcome(tmp_path / "together" / "policies" / name, tmp_path / name)
+    pulled = [row["version"] for row in events(tmp_path / "together" / "policies" / "math", "pull")]
+    assert pulled == sorted(set(pulled)), "weights stay while the other policy draws"
+
+
+@pytest.mark.full
+def test_whole_models_may_begin_with_weights_of_their_own(tmp_path: Path) -> None:
+    cfg = tiny_experiment(num_steps=1, evaluation=None)
+    run(tmp_path / "before", cfg)
+    begin = StartFrom.Config(path=str(tmp_path / "before"))
+    run(tmp_path / "together", cfg.clone(policies={"fresh": {}, "more": {"start_from": begin}}))
+    found = {name: events(tmp_path / "together" / "policies" / name, "push") for name in ("fresh", "more")}
+    learned = events(tmp_path / "before", "push")[1]["checksum"]
+    assert found["more"][0]["checksum"] == found["fresh"][1]["checksum"] == learned
 
 
 def test_only_adapters_are_published(tmp_path: Path) -> None:

@@ -81,6 +81,13 @@ def short() -> RLExperiment.Config:
     return cfg
 
 
+def preempted() -> RLExperiment.Config:
+    """Return `slow`, long enough for a trace of kills, with spares and a checkpoint now and then."""
+    cfg = slow(num_steps=80, standby={"trainer": 1, "worker": 1})
+    cfg.trainer.checkpoint.set(save_every=5)
+    return cfg
+
+
 def sharded() -> RLExperiment.Config:
     """Return `short` with the trainer over four devices."""
     cfg = short()

@@ -9,7 +9,7 @@ import pytest
 from mesh import UserError
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import RoleRequest, role_requests
-from rl.runtime.ray.capacity import POD_TYPE, ROLE, SHAPE, SLICE, WORKER_ID, described_slices
+from rl.runtime.ray.devices.capacity import POD_TYPE, ROLE, SHAPE, SLICE, WORKER_ID, described_slices
 from tests.rl.runtime.ray.machines import Machine, machines
 from tests.rl.runtime.ray.test_placement import Reserved
 from tests.rl.tiny import tiny_experiment

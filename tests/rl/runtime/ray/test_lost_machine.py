@@ -13,8 +13,8 @@ from axlearn_like.run.events import EventLog
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import role_requests
 from rl.protocol.timeouts import Timeouts
-from rl.runtime.ray.capacity import NAME, ROLE, own_machine
-from rl.runtime.ray.reservation import DeviceWait, Reservation
+from rl.runtime.ray.devices.capacity import NAME, ROLE, own_machine
+from rl.runtime.ray.devices.reservation import DeviceWait, Reservation
 from tests.rl.tiny import tiny_experiment
 
 MACHINES = (("trainer", "run-trainer"), ("worker", "run-worker-0"), ("worker", "run-worker-1"))

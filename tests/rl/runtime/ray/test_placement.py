@@ -23,10 +23,10 @@ from rl.experiment import RLExperiment
 from rl.fleet.fleet import Fleet, place
 from rl.fleet.requests import MEMORY_FRACTION, RoleRequest, role_requests
 from rl.protocol.timeouts import Timeouts
-from rl.runtime.ray import placement
-from rl.runtime.ray.placement import SERVICES
+from rl.runtime.ray.devices import placement
+from rl.runtime.ray.devices.placement import SERVICES
+from rl.runtime.ray.devices.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.proxies import process_groups
-from rl.runtime.ray.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
 from rl.runtime.ray.runtime import run_ray
 from tests.rl.runtime.ray.command import Command
 from tests.rl.runtime.ray.experiments import events, metrics, slow

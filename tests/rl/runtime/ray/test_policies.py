@@ -19,9 +19,10 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("shared_session"
 POLICIES = {"first": {}, "second": {"seed": 5, "learner.schedule.lr": 3e-3}}
 
 
-def fleet(**changes: object) -> RLExperiment.Config:
-    cfg = slow(staleness=1, num_steps=8, **changes)
-    low_rank(cfg)
+def fleet(*, whole: bool = False) -> RLExperiment.Config:
+    cfg = slow(staleness=1, num_steps=8)
+    if not whole:
+        low_rank(cfg)
     cfg.trainer.checkpoint.set(save_every=1)
     return cfg.set(policies=POLICIES)
 
@@ -46,10 +47,15 @@ def run_with_ray(path: Path, cfg: RLExperiment.Config, roles: list[str]) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "roles", [["worker-0", "trainer"], ["controller", "parameter-server", "verifier", "worker-1"]], ids="-".join
+    ("roles", "whole"),
+    [
+        (["worker-0", "trainer"], False),
+        (["controller", "parameter-server", "verifier", "worker-1"], False),
+        (["worker-0", "trainer", "parameter-server"], True),
+    ],
 )
-def test_roles_that_are_killed_cost_no_policy_a_bit(roles: list[str], tmp_path: Path) -> None:
-    run_with_ray(tmp_path / "killed", fleet(), roles)
-    run_with_ray(tmp_path / "whole", fleet(), [])
+def test_roles_that_are_killed_cost_no_policy_a_bit(roles: list[str], whole: bool, tmp_path: Path) -> None:
+    run_with_ray(tmp_path / "killed", fleet(whole=whole), roles)
+    run_with_ray(tmp_path / "unharmed", fleet(whole=whole), [])
     for name in POLICIES:
-        assert_same_outcome(*(tmp_path / folder / "policies" / name for folder in ("killed", "whole")))
+        assert_same_outcome(*(tmp_path / folder / "policies" / name for folder in ("killed", "unharmed")))

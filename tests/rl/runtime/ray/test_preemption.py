@@ -14,8 +14,10 @@ from axlearn_like.config import to_text
 from axlearn_like.run.directory import RunDirectory
 from rl.protocol.timeouts import Timeouts
 from rl.rollout.engine import RolloutEngine
+from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
 from rl.runtime.ray.runtime import run_ray
-from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, run_here, slow
+from tests.rl.tiny import tiny_experiment
 
 pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine needs long
 
@@ -88,6 +90,25 @@ def test_sigterm_is_no_crash(roles: list[str], tmp_path: Path, baseline) -> None
         updates = [row["step"] for row in events(tmp_path, "update")]
         assert updates == list(range(steps)), "the trainer saved: no update was repeated"
         assert leaves["trainer"]["step"] in updates
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("shared_session")
+def test_pages_of_a_worker_that_leaves_go_to_the_next(tmp_path: Path) -> None:
+    """A lease takes some hundred steps of four rows, in which SIGTERM comes."""
+    engine = STEPWISE.clone(page_size=4, tiers=HostTiers.Config())
+    changes: dict[str, Any] = {"num_steps": 6, "workers": 2, "max_new_tokens": 64, "engine": engine}
+    expected = run_here(tmp_path / "expected", tiny_experiment(evaluation=None, **changes))
+    scenario = Scenario(tmp_path / "run")
+    scenario.when(lambda: scenario.step >= 2, lambda: scenario.send("worker-0", signal.SIGTERM))
+    scenario.when(lambda: scenario.starts("worker-0") == 2, lambda: None)
+    run_with(scenario, **changes)
+    assert_same_outcome(tmp_path / "run", expected)
+    [left] = events(tmp_path / "run", "pages_left")
+    taken = events(tmp_path / "run", "pages_taken")
+    assert left["role"] == "worker-0" and left["sequences"] > 0 and left["nbytes"] > 0
+    assert 0 < sum(row["nbytes"] for row in taken) <= left["nbytes"] and sum(row["pages"] for row in taken) > 0
+    assert [row["damaged"] for row in taken] == [0] * len(taken)
 
 
 @pytest.mark.usefixtures("shared_session")

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from mesh import UserError
-from rl.runtime.ray import capacity
+from rl.runtime.ray.devices import capacity
 from rl.runtime.ray.preflight import check_cluster, check_machine, check_reachable
 from tests.rl.tiny import tiny_experiment
 

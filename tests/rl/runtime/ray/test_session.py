@@ -85,7 +85,7 @@ def test_a_driver_without_a_parent_outlives_its_raylet(tmp_path: Path) -> None:
 
     try:
         wait_for("update", 3)
-        [raylet] = [child for child in driver.children() if child.name() == "raylet"]
+        [raylet] = [child for child in driver.children(recursive=True) if child.name() == "raylet"]
         raylet.kill()
         wait_for("session_lost", 1)
         wait_for("session", 2)

@@ -121,7 +121,7 @@ def test_rates_and_fleets_are_checked():
         with pytest.raises(UserError, match=r"expected workers=FIRST..LAST"):
             worker_counts(wrong)
     with pytest.raises(UserError, match="no such role"):
-        synthetic({"driver": 1.0}, 1.0)
+        synthetic({"referee": 1.0}, 1.0)
     with pytest.raises(UserError, match="failures an hour, 0 or more"):
         synthetic({"trainer": -1.0}, 1.0)
 

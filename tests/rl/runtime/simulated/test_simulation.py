@@ -75,7 +75,13 @@ def drawn(path: Path) -> dict[int, bytes]:
 
 @pytest.mark.parametrize(
     ("target", "seconds"),
-    [("trainer", 10.0), ("controller", 2.0), ("worker-0", -1.0)],  # the verifier has work while a worker is away
+    [
+        ("trainer", 10.0),
+        ("controller", 2.0),
+        ("driver", -1.0),
+        ("raylet", 10.0),
+        ("worker-0", -1.0),
+    ],  # the verifier has work while a worker is away
 )
 def test_a_kill_costs_time_and_changes_no_rollout(tmp_path: Path, target: str, seconds: float):
     known: dict[str, Any] = {"lengths": "lognormal:3,0.5", "workers": 2, "staleness": 1, "steps": 9}
@@ -86,7 +92,8 @@ def test_a_kill_costs_time_and_changes_no_rollout(tmp_path: Path, target: str, s
     assert len(before) == 9 and after == before
     assert sum(row["event"] == "kill" for row in killed.events.rows) == 2
     redone = summarise(killed)["updates_redone"]
-    assert redone > 0 if target == "trainer" else redone == 0
+    assert redone > 0 if target in ("trainer", "raylet") else redone == 0
+    assert target != "driver" or killed.clock() == calm.clock(), "the roles work on"
     ratio = ettr(killed)
     assert 0.3 < ratio["ettr"] < 1.02 and ratio["ettr_interval"][0] <= ratio["ettr"] <= ratio["ettr_interval"][1] + 0.2
 

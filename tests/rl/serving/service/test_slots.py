@@ -402,7 +402,7 @@ def test_rows_of_a_program_follow_from_its_length_and_the_memory_of_gradients():
 
 
 def test_compiling_ahead_changes_no_model_and_leaves_nothing_to_compile():
-    slots, rng = make_slots(slots=2, tokens=48), np.random.default_rng(11)
+    slots, rng = make_slots(), np.random.default_rng(11)
     slots.create("french", SPECS["french"])
     before = slots.state("french")
     for compile_one in slots.compilations():

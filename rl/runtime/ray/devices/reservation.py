@@ -4,6 +4,7 @@ Each process of a role has a bundle of a placement group, to which it comes back
 slice belong together and have an order, which libtpu knows: process i of the trainer is on host i.
 """
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -12,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray.util.tpu import SlicePlacementGroup
 
@@ -20,7 +21,8 @@ from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.fleet.requests import RoleRequest
 from rl.protocol.timeouts import Timeouts, Waits
-from rl.runtime.ray.capacity import (
+from rl.runtime.node.drivers import kept_ray
+from rl.runtime.ray.devices.capacity import (
     SLICE,
     WORKER_ID,
     accelerator_resource,
@@ -132,9 +134,8 @@ class Reservation:
         selector |= own_machine(request, number, ray.nodes())
         hosts = request.processes
         bundles, selectors = [dict(bundle) for _ in range(hosts)], [selector] * hosts
-        group = placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=selectors)
-        self._groups.append(group)
-        return group
+        self._groups.append(_group(f"{request.role}-{number}", bundles, selectors))
+        return self._groups[-1]
 
     def _reserve_slices(self, request: RoleRequest, wait: "DeviceWait") -> Any:
         """Reserve complete slices; bundle i is host i of its slice, and the hosts of the first slice come first."""
@@ -187,6 +188,17 @@ class Reservation:
         bundles = [{"TPU": request.each} for _ in order]
         self._groups.append(placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=order))
         return self._groups[-1]
+
+
+def _group(name: str, bundles: list[dict[str, float]], selectors: list[dict[str, str]]) -> Any:
+    """Return a placement group: where a driver's command keeps Ray, one that outlives the driver."""
+    kept = kept_ray()
+    if kept is None:
+        return placement_group(bundles, "STRICT_SPREAD", bundle_label_selector=selectors)
+    if kept.number > 1:
+        with contextlib.suppress(ValueError):
+            return get_placement_group(name)
+    return placement_group(bundles, "STRICT_SPREAD", name=name, lifetime="detached", bundle_label_selector=selectors)
 
 
 def _turn(request: RoleRequest) -> tuple[int, bool, float]:

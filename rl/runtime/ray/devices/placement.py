@@ -15,9 +15,9 @@ from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
 from rl.runtime.ray.actors import RoleActor
-from rl.runtime.ray.capacity import role_selector
+from rl.runtime.ray.devices.capacity import role_selector
+from rl.runtime.ray.devices.reservation import Slot
 from rl.runtime.ray.proxies import REFERENCE, process_groups, spare_names
-from rl.runtime.ray.reservation import Slot
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
 _INHERITED = (
@@ -32,7 +32,15 @@ _INHERITED = (
 
 
 def start_actor(
-    cfg: RLExperiment.Config, run: RunDirectory, kind: str, name: str, slot: Slot | None, *, token: str, namespace: str
+    cfg: RLExperiment.Config,
+    run: RunDirectory,
+    kind: str,
+    name: str,
+    slot: Slot | None,
+    *,
+    token: str,
+    namespace: str,
+    lasting: bool,
 ) -> Any:
     """Start the actor of a role; Ray restarts it whenever its process ends.
 
@@ -44,6 +52,7 @@ def start_actor(
         slot: where it starts, with devices of its own; None: it is assigned to a node, and uses what that shows.
         token: the secret with which roles connect to the parameter server.
         namespace: under which the actor is found by its name.
+        lasting: it outlives the driver.
     """
     place = {"scheduling_strategy": _node(cfg, kind, name), **({} if slot is None else slot.options())}
     if kind in SERVICES and (own := role_selector("head")):
@@ -54,6 +63,7 @@ def start_actor(
     actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleActor).options(
         name=name,
         namespace=namespace,
+        lifetime="detached" if lasting else None,
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,

@@ -1,0 +1,74 @@
+"""The command of a run, where it outlives its driver and Ray: it kills by a trace, and reports the driver's deaths."""
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from axlearn_like.run.directory import RunDirectory
+from axlearn_like.run.events import EventLog
+from mesh.files.bucket import bucket_url
+from rl.experiment import RLExperiment
+from rl.runtime.node.drivers import run_drivers
+from rl.runtime.node.orphans import end_orphans
+from rl.runtime.ray.fault_injection import FaultInjection, Say
+from rl.runtime.ray.run_logs import RunLogs
+from rl.runtime.ray.session import keep_session
+from rl.runtime.simulated.failures import Failure, Faults
+
+
+def begin_drivers(
+    cfg: RLExperiment.Config, run_dir: str | Path, trace: Sequence[Failure] = (), say: Say = print
+) -> Sequence[Failure]:
+    """Divide this process into a command and its driver, where roles run on this machine alone; returns in drivers.
+
+    Args:
+        cfg: the experiment's, which has been checked.
+        run_dir: the run directory; one in a bucket has copies that a driver must not leave to another.
+        trace: what the command kills.
+        say: prints a line for the user.
+
+    Returns:
+        What the driver has to kill itself: all of the trace, if this process is not divided, else nothing.
+
+    Raises:
+        UserError: the trace has what cannot be killed.
+    """
+    if os.environ.get("RAY_ADDRESS") or bucket_url(run_dir):
+        return trace
+    importlib.import_module("rl.runtime.ray.runtime")  # once for all drivers
+    faults = Faults(None, list(trace))
+    faults.check(cfg.workers, kept=True)
+    return () if run_drivers(keep_session, _Observer(cfg, RunDirectory.attach(run_dir), faults, say)) else trace
+
+
+class _Observer:
+    def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, faults: Faults, say: Say):
+        self._run, self._faults, self._say = run, faults, say
+        self._logs = RunLogs(cfg, run)
+        self._injection = FaultInjection(run, workers=cfg.workers, faults=faults)
+
+    @property
+    def step(self) -> int:
+        """Completed updates."""
+        self._logs.updated()
+        return self._logs.step
+
+    def begin_ray(self) -> None:
+        """End roles that have lost their Ray."""
+        end_orphans(self._run)
+
+    def look(self, driver: int, ray: Mapping[str, Any]) -> bool:
+        """Kill what has to be killed now; returns False when nothing is left of the trace."""
+        if not self._faults.trace:
+            return False
+        self._logs.new_events()
+        pids = {**self._logs.pids, "driver": driver, **({"raylet": ray["raylet"]} if "raylet" in ray else {})}
+        self._injection.inject(self.step, pids, {})
+        return True
+
+    def died(self, driver: int, cause: str) -> None:
+        """Report the death of a driver."""
+        EventLog(self._run.events_path).append("driver", "died", target="driver", pid=driver)
+        self._say(f"driver (pid {driver}) died ({cause}) at update {self.step}; the roles work on, and another follows")
