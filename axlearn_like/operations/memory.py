@@ -2,12 +2,13 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from axlearn_like.layers.parameter_names import without
 from axlearn_like.learner.state_storage import HOST
 from mesh.errors import UserError
 
@@ -28,19 +29,20 @@ def device_memory(device: Any) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
-def check_state_fits(state: Mapping[str, Any], mesh: Mesh) -> None:
+def check_state_fits(state: Mapping[str, Any], mesh: Mesh, frozen: Collection[str] = ()) -> None:
     """Refuse a described train state whose parameters, gradients and optimizer need more than a device has (UserError).
 
-    What a step needs beside them, `axl aot` tells.
+    What a step needs beside them, `axl aot` tells. `frozen`: paths of parameters that have no gradients.
     """
     first = mesh.local_devices[0]
     memory, params = device_memory(first), bytes_of_device(state["params"])
+    gradients = bytes_of_device(without(state["params"], frozen))
     optimizer = bytes_of_device(state["opt_state"])
     held = bytes_of_device({name: part for name, part in state.items() if name not in ("step", "params", "opt_state")})
-    needed = 2 * params + optimizer + held
+    needed = params + gradients + optimizer + held
     if memory is None or needed <= memory:
         return
-    parts = f"parameters {_gib(params)} + gradients {_gib(params)} + optimizer {_gib(optimizer)}"
+    parts = f"parameters {_gib(params)} + gradients {_gib(gradients)} + optimizer {_gib(optimizer)}"
     parts += f" + reference policy {_gib(held)}" if held else ""
     have = f"each of the {mesh.size} devices ({first.device_kind}) has {_gib(memory)}"
     raise UserError(

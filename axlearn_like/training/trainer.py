@@ -206,7 +206,8 @@ class Trainer(Configurable):
         program = cfg.program(self._mesh, self._learner)
         scoring = self._scoring(program)
         held = {} if scoring is None else scoring.reference.memory(program.state["params"])
-        check_state_fits({**program.state, **held}, self._mesh)
+        frozen = self._learner.frozen(program.state["params"])
+        check_state_fits({**program.state, **held}, self._mesh, frozen)
         jax.eval_shape(program.step, program.state, cfg.batch(self._mesh))  # jax keeps the trace
         return program
 

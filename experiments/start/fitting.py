@@ -63,9 +63,9 @@ def choose_fit(
     return found
 
 
-def mesh_of(found: Fit) -> dict[str, int]:
-    """Return the trainer's mesh; devices of a CPU share its memory, so that nothing is sharded over them."""
-    return {"data": -1} if found.machine.platform == "cpu" else found.mesh
+def mesh_of(found: Fit, *, small: bool) -> dict[str, int]:
+    """Return the trainer's mesh; a small model is not sharded over a CPU's devices, of which each has a copy."""
+    return {"data": -1} if small and found.machine.platform == "cpu" else found.mesh
 
 
 def learner(found: Fit, rate: float, steps: int, *, warmup: int, end: float) -> Learner.Config:
@@ -77,10 +77,10 @@ def learner(found: Fit, rate: float, steps: int, *, warmup: int, end: float) -> 
 def trainer(found: Fit, *, small: bool, **fields: Any) -> PolicyTrainer.Config:
     """Return the trainer of RL; of a small model all rollouts of an update are one batch of padded rows."""
     if small:
-        return PolicyTrainer.Config(mesh=mesh_of(found), row_multiple=found.machine.count, **fields)
+        return PolicyTrainer.Config(mesh=mesh_of(found, small=True), row_multiple=found.machine.count, **fields)
     prompts, answers = found.packing or (None, 0)
     packing = Packing.Config(prompts=prompts, lengths=(answers,) if answers else (), rows=found.rows_at_once)
-    return PolicyTrainer.Config(mesh=mesh_of(found), packing=packing, chunks=CHUNKS["rl"], **fields)
+    return PolicyTrainer.Config(mesh=mesh_of(found, small=False), packing=packing, chunks=CHUNKS["rl"], **fields)
 
 
 def engine(found: Fit, sequences: int) -> RolloutEngine.Config:

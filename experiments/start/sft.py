@@ -54,7 +54,7 @@ def plan_sft(options: StartOptions, machine: Machine) -> Start:
         loss=DPO.Config(beta=0.1, chunks=chunks) if options.pairs else SupervisedLoss.Config(chunks=chunks),
         learner=learner(found, rate, steps, warmup=steps * 3 // 100, end=0.0),
         checkpoint=Checkpointer.Config(save_every=every, keep=2),
-        mesh=mesh_of(found),
+        mesh=mesh_of(found, small=small),
         microbatches=found.accumulation,
         num_steps=steps,
         evaluators=evaluators,

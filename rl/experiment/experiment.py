@@ -57,6 +57,7 @@ from rl.rollout.worker_policy import WorkerFeatures, WorkerPolicy, WorkerService
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import check_prompts
+from rl.tasks.rows.sources import with_fetched_files
 from rl.tasks.skipped import SkippedProblems, skipped_path
 from rl.training.columns import recording
 from rl.training.logprobs import padded
@@ -284,8 +285,8 @@ class RLExperiment(Configurable):
         return self.cfg.parameter_server.build(index=index, others=others, token=token)
 
     def make_verifier(self) -> Verifier:
-        """Build the verification service."""
-        return self.cfg.verifier.build()
+        """Build the verification service; its processes read rows of buckets from copies that are made here."""
+        return with_fetched_files(self.cfg.verifier).build()
 
     def _wanted_of_rollouts(self) -> frozenset[str]:
         scorer = getattr(self.cfg.verifier, "scorer", None)

@@ -119,7 +119,7 @@ class PolicyTrainer(Configurable):
                 cfg.require("processes", self._group.count == 1, "1 with a base that several policies share")
                 start["held"] = Held(held_of(first.base, program.state["params"], frozen), first.beside)
             begin = partial(self._session.restore_or_start, program, learner, **start)
-            state, step = self._restore(begin, program, held, critic)
+            state, step = self._restore(begin, program, held, critic, frozen)
             graph = None if held is None else held.graphdef
             dtype = getattr(cfg.model, "dtype", "float32")
             self.diff = self._make_diff(program, graph, difference_bounds(dtype, weights.codec, drawing.approximations))
@@ -142,6 +142,7 @@ class PolicyTrainer(Configurable):
         program: TrainProgram,
         reference: Reference | None,
         critic: RolloutValues | None,
+        frozen: frozenset[str],
     ) -> tuple[State, int]:
         """Return the newest state of a checkpoint, or the first one, and its step; the parts beside it likewise.
 
@@ -152,7 +153,7 @@ class PolicyTrainer(Configurable):
         memory = {} if reference is None else reference.memory(params)
         if critic is not None:
             held, memory = {**held, **critic.describe()}, {**memory, **critic.describe()}
-        check_state_fits({**program.state, **memory}, self._mesh)
+        check_state_fits({**program.state, **memory}, self._mesh, frozen)
         state, step, extras = begin(also={"recent": self._publication.describe(params), **held})
         if extras is not None:
             self._publication.restore(state.pop("recent"), extras["versions"], state["params"])

@@ -1,12 +1,15 @@
 """Sources of the rows of a task: files, a function of the user's, or a Grain source."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, walk_configs
 from axlearn_like.input.rows.tables import find_tables, read_rows
 from axlearn_like.input.source import InputError
+from axlearn_like.run.object_store import fetched_pattern
 from mesh.errors import UserError
+from mesh.files.bucket import bucket_url
 
 
 class RowSource(Protocol):
@@ -31,6 +34,28 @@ class RowFiles(Configurable):
         """Yield each row with its location."""
         for path in self._paths:
             yield from read_rows(path)
+
+
+def with_fetched_files[C: ConfigBase[Any]](cfg: C) -> C:
+    """Return a config whose rows in buckets are their copies on this machine, for processes without rights to buckets.
+
+    Raises:
+        UserError: they cannot be fetched.
+    """
+
+    def patterns(rows: RowFiles.Config) -> list[str]:
+        named = [rows.files] if isinstance(rows.files, str) else rows.files
+        return [os.path.expandvars(one) for one in named]
+
+    def remote(root: C) -> list[RowFiles.Config]:
+        found = [one for _, one in walk_configs(root) if isinstance(one, RowFiles.Config)]
+        return [one for one in found if any(map(bucket_url, patterns(one)))]
+
+    if remote(cfg):
+        cfg = cfg.clone()
+        for rows in remote(cfg):
+            rows.set(files=tuple(fetched_pattern(one, "files") for one in patterns(rows)))
+    return cfg
 
 
 class RowFunction(Configurable):

@@ -44,6 +44,8 @@ def test_the_refusal_counts_gradients_and_stops_where_memory_does(monkeypatch: p
     monkeypatch.setattr(memory, "device_memory", lambda device: 4 * (4 << 20) - 1)
     with pytest.raises(UserError, match="expected more devices"):
         memory.check_state_fits(state, mesh)
+    monkeypatch.setattr(memory, "device_memory", lambda device: 3 * (4 << 20))
+    memory.check_state_fits(state, mesh, {"w"})  # frozen: without a gradient
     monkeypatch.setattr(memory, "device_memory", lambda device: None)
     memory.check_state_fits(state, mesh)
 

@@ -107,6 +107,23 @@ def test_less_memory_trains_less_of_the_model_until_it_is_refused_with_what_woul
     assert ways[0] == "all parameters" and ways[-1].startswith("LoRA factors")
 
 
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("job", ["rl", "train"])
+def test_a_cpus_devices_share_a_model_as_the_plan_counted_unless_it_is_small(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = dataclasses.replace(find_machine("v5e:2x4"), text="cpu:8", name="cpu-8", platform="cpu", topology=None)
+
+    def mesh() -> dict[str, int]:
+        cfg: Any = plan_start(job, StartOptions(model="small", data="rows.jsonl"), machine).config
+        return (cfg.trainer if job == "rl" else cfg).mesh
+
+    assert mesh() == {"data": -1}
+    for place in ("rl", "sft"):
+        monkeypatch.setattr(f"experiments.start.{place}.SMALL", 0)
+    assert mesh() == {"fsdp": 8}
+
+
 def test_lora_is_trained_where_it_is_asked_for(model: Path) -> None:
     cfg: Any = start_sft(model, "rows.jsonl", lora=True, steps=3)
     assert isinstance(cfg.model.block.attention, LoRA.Config)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,8 +24,14 @@ from mesh.errors import UserError
 from mesh.files.bucket import Bucket
 from models.huggingface import hf
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
+from rl.experiment import RLExperiment
 from rl.parameter_server.store.offload import OffloadStore
 from rl.runtime.run import RLRun
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.rows.datasets import rows
+from rl.tasks.rows.sources import with_fetched_files
+from rl.verification.scorers import ReasoningGymScorer
+from rl.verification.service import Verifier
 from tests.axlearn_like.input.data import BYTES
 from tests.axlearn_like.tiny import tiny_trainer
 from tests.bucket_server import BucketServer, bucket_server
@@ -178,6 +185,36 @@ def test_data_are_read_by_urls(server: BucketServer, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HERE", "gs://bucket/data")
     (path,) = find_tables("$HERE/train", "c")
     assert [row for row, _ in read_rows(path)] == [{"text": "three"}]
+
+
+def rewards_of_a_bucket() -> Verifier.Config:
+    Bucket("gs://bucket/rows", "x").write("r.jsonl", json.dumps({"question": "2 + 3?", "answer": "5"}).encode())
+    mixture = TaskMixture.Config(families=(rows("gs://bucket/rows/*.jsonl").set(label="sums"),))
+    return Verifier.Config(scorer=ReasoningGymScorer.Config(mixture=mixture), processes=1)
+
+
+def test_rows_of_a_bucket_are_copies_for_processes_without_its_rights(
+    server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    elsewhere(monkeypatch, tmp_path)
+    cfg = rewards_of_a_bucket()
+    here = with_fetched_files(cfg)
+    assert "gs://" in to_text(cfg) and "gs://" not in to_text(here)
+    server.requests.clear()
+    assert cast(Any, here.scorer).mixture.build().train(0).answer == "5" and not server.requests
+    local = cfg.clone()
+    cast(Any, local.scorer).mixture.families[0].rows.set(files="r.jsonl")
+    assert with_fetched_files(local) is local, "nothing to fetch"
+
+
+@pytest.mark.full
+def test_rewards_of_rows_in_a_bucket_are_computed_in_processes_without_its_rights(
+    server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    elsewhere(monkeypatch, tmp_path)
+    cfg = registry.get("demo").set(verifier=rewards_of_a_bucket())
+    with RLExperiment.make_verifier(cast(Any, SimpleNamespace(cfg=cfg))) as verifier:
+        assert [one.reward for one in verifier.score([0, 0], ["5", "6"])] == [1.0, 0.0]
 
 
 def test_offloaded_versions_go_to_a_bucket(server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
