@@ -41,7 +41,10 @@ def _is_orphan(process: psutil.Process, actors: set[int], groups: set[int]) -> b
         parent = process.parent() if mine else None
         if not mine or parent is None:
             return mine
-        lost = parent.name() == NAME and parent.ppid() == os.getpid()  # forked here, for a Ray that has died
-        return lost or parent.name() not in ("raylet", NAME)
+        if parent.name() not in ("raylet", NAME):
+            return True
+        while parent is not None and parent.name() == NAME:  # forked for a job by a fork
+            parent = parent.parent()
+        return parent is None or parent.pid == os.getpid()  # forked here, for a Ray that has died
     except (psutil.Error, ProcessLookupError):
         return False

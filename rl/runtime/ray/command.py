@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from mesh.files.bucket import bucket_url
 from rl.experiment import RLExperiment
 from rl.runtime.node.drivers import run_drivers
 from rl.runtime.node.orphans import end_orphans
+from rl.runtime.node.warm import teach
 from rl.runtime.ray.fault_injection import FaultInjection, Say
 from rl.runtime.ray.run_logs import RunLogs
 from rl.runtime.ray.session import keep_session
@@ -38,9 +40,15 @@ def begin_drivers(
     if os.environ.get("RAY_ADDRESS") or bucket_url(run_dir):
         return trace
     importlib.import_module("rl.runtime.ray.runtime")  # once for all drivers
+    teach([name for name, module in sys.modules.items() if _is_package(name, module)])
     faults = Faults(None, list(trace))
     faults.check(cfg.workers, kept=True)
     return () if run_drivers(keep_session, _Observer(cfg, RunDirectory.attach(run_dir), faults, say)) else trace
+
+
+def _is_package(name: str, module: Any) -> bool:
+    """Return True for an installed package, which imports the same anywhere."""
+    return "." not in name and "site-packages" in (getattr(module, "__file__", None) or "") and name != "ray"
 
 
 class _Observer:

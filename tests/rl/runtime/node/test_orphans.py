@@ -43,6 +43,8 @@ DRIVER, ANOTHER = Process("python", pid=os.getpid()), Process("python", pid=7)
         (Process("raylet", ANOTHER), False),
         (Process(NAME, ANOTHER), False),  # of a driver that is active, in the same process group
         (Process(NAME, DRIVER), True),  # its Ray has died, and ours is not started yet
+        (Process(NAME, Process(NAME, DRIVER)), True),
+        (Process(NAME, Process(NAME, ANOTHER)), False),
     ],
 )
 def test_a_role_is_an_orphan_without_what_started_it(parent: Process | None, orphan: bool) -> None:

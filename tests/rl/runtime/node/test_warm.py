@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rl.runtime.node.start import raylet_command
-from rl.runtime.node.warm import serve_node
+from rl.runtime.node.warm import serve_node, teach
 from rl.runtime.node.worker import VARIABLE, forked
 
 NODE = """
@@ -80,6 +80,35 @@ def test_a_worker_has_what_its_asker_has_and_ends_with_it(
     node.kill()
     server.wait(20)
     assert forked(str(tmp_path / "socket"), [str(tmp_path / "worker.py")]) is None
+
+
+OF_JOB = """
+import os, sys
+print(*(name in sys.modules for name in ("ray", "colorsys", "tabnanny")), os.environ["RAY_JOB_ID"], os.getppid())
+"""
+
+
+@pytest.mark.full  # imports all that roles need
+def test_workers_of_a_job_are_forked_from_one_interpreter_that_has_imported_ray_for_it(
+    node: "subprocess.Popen[str]", tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "worker.py").write_text(OF_JOB)
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, str(tmp_path / "socket"))
+        teach(["tabnanny", "no_such_package"])
+    found: list[list[str]] = []
+    for job, raylet in (("01000000", "1"), ("01000000", "1"), ("02000000", "1"), ("02000000", "2")):
+        monkeypatch.setenv("RAY_JOB_ID", job)
+        monkeypatch.setenv("RAY_RAYLET_PID", raylet)
+        found.append(ask(tmp_path, checkout).communicate(timeout=120)[0].split())
+    assert [words[:4] for words in found] == [
+        ["True"] * 3 + [job] for job in ("01000000", "01000000", *["02000000"] * 2)
+    ]
+    first, again, other, later = (int(words[4]) for words in found)
+    assert first == again and len({first, other, later}) == 3
+    [warm] = psutil.Process(node.pid).children()
+    psutil.wait_procs([child for child in warm.children() if child.pid != later], timeout=20)
+    assert [child.pid for child in warm.children()] == [later], "those of a raylet that is gone have ended"
 
 
 def test_variables_that_imports_have_set_are_those_of_a_worker_which_was_given_no_others(
