@@ -130,7 +130,7 @@ class ForkServer:
             variables = {name: value for name, value in environment.items() if name.startswith("RAY_")}
             if (channel := self._job(variables, output)) is None:
                 return True
-            with contextlib.suppress(OSError):  # it has died: this one answers
+            with contextlib.suppress(OSError):  # interpreter has died: this one answers
                 socket.send_fds(channel, [data], [connection.fileno(), *output])
                 return self._forget(connection, output)
         return self._start(request, output, connection)
@@ -147,7 +147,7 @@ class ForkServer:
         key = json.dumps(variables, sort_keys=True)
         if key not in self._jobs:
             for old in [one for one in self._jobs if json.loads(one).get(_RAYLET) != variables.get(_RAYLET)]:
-                self._jobs.pop(old).close()  # it ends with its last worker
+                self._jobs.pop(old).close()  # interpreter, which ends with its last worker
             parent, (ours, theirs) = os.getpid(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if (pid := os.fork()) == 0:
                 ours.close()
