@@ -193,6 +193,7 @@ def there(found: list[tuple[float, str, str]], workers: int, time: float) -> int
 def test_published_traces_of_spot_instances_are_read(tmp_path: Path, text: str, expected: dict[float, int]) -> None:
     found = of_trace(tmp_path, 4, text)
     assert {time: there(found, 4, time) for time in expected} == expected
+    assert all(time > 0 for time, _, _ in found)  # counts of one time are one change: nobody goes and comes at 0
     assert of_trace(tmp_path, 2, SKYPILOT)[0] == (600.0, "worker-1", "gone")  # half of the instances are half of these
 
 
