@@ -105,7 +105,11 @@ def test_a_wheel_says_where_the_benchmarks_of_the_project_are(installed: Path, t
     assert "grpo_step CPU seconds" in shown and f"{', '.join(OF_THE_CHECKOUT)}: in a checkout" in shown
     asked = [str(installed / "axl"), "bench", "recovery"]
     refused = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "it is in a checkout" in refused.stderr
+    assert (
+        refused.returncode == 2
+        and refused.stderr.count("\n") == 1
+        and "axl bench recovery is in a checkout" in refused.stderr
+    )
 
 
 def test_the_installed_packages_are_the_wheels(installed: Path, tmp_path: Path) -> None:

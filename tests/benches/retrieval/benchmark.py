@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.benches.peers import find_peers, peer_commands
 from tests.benches.retrieval.data import COUNT, RetrievalData, RetrievalJob, make, write
 from tests.benches.retrieval.ours import shared
 from tools.bench.harness.circumstances import circumstances, machine
-from tools.bench.harness.environments import find_peers
-from tools.bench.harness.interleave import Measured, Say, errors_of, measure, peer_commands, ratio_over_rounds
+from tools.bench.harness.interleave import Measured, Say, errors_of, measure, ratio_over_rounds
 from tools.bench.harness.processes import Command, our_command
 from tools.bench.harness.sections import run_sections
 

@@ -25,8 +25,8 @@ from rl.rollout.model_runner.weights import PlacedWeights
 from rl.rollout.request import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.scheduling.page_exports import export_pages, import_pages
+from tests.benches.coupled import heldout_requests, trained
 from tools.bench.harness.interleave import Say
-from tools.bench.rollout.coupled import heldout_requests, trained
 
 GROUP = 128
 ERRORS = (0.1, 0.03, 0.01, 3e-3, 1e-3)  # mean square over the variance

@@ -16,9 +16,9 @@ from typing import Any
 
 import click
 
+from tests.benches.peers import Peer, find_peers, peer_commands
 from tools.bench.harness.circumstances import circumstances, machine
-from tools.bench.harness.environments import Peer, find_peers
-from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure, peer_commands, ratio_over_rounds
+from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure, ratio_over_rounds
 from tools.bench.harness.processes import Command, our_command
 from tools.bench.harness.protocol import TRAIN_FIELDS
 from tools.bench.harness.sections import run_sections

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.harness.circumstances import machine
-from tools.bench.harness.environments import Peer
-from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure_with_peers, ratio_over_rounds
+from tools.bench.harness.interleave import OURS, Measured, Others, Say, errors_of, measure_with_peers, ratio_over_rounds
 from tools.bench.harness.processes import our_command
 from tools.bench.harness.protocol import STEP_FIELDS
 from tools.bench.harness.sections import run_sections
@@ -55,15 +54,15 @@ def summarise(results: Mapping[str, Measured], steps: int, starts: Sequence[Mapp
     }
 
 
-def run(peers: Sequence[Peer], steps: int, say: Say, sections: Sequence[str] = tuple(SECTIONS)) -> dict[str, Any]:
-    """Measure our stack and `peers`, interleaved; systems that cannot be run are listed under `errors`."""
+def run(others: Others | None, steps: int, say: Say, sections: Sequence[str] = tuple(SECTIONS)) -> dict[str, Any]:
+    """Measure our stack and others, interleaved; systems that cannot be run are listed under `errors`."""
 
     def warm_starts() -> Any:
         with tempfile.TemporaryDirectory(prefix="axl-bench-") as folder:
             return cached_starts({OURS: our_command(OUR_WORKER)}, Path(folder), STARTS, say)
 
     measures = {
-        "steps": lambda: measure_with_peers(BENCHMARK, OUR_WORKER, peers, steps, say, STEP_FIELDS),
+        "steps": lambda: measure_with_peers(OUR_WORKER, others, steps, say, STEP_FIELDS),
         "warm_starts": warm_starts,
     }
     found, missing = run_sections({name: measures[name] for name in sections}, say)

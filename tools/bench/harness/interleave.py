@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bench.harness.environments import WORKERS, EnvironmentFailed, Peer, ensure_environment
-from tools.bench.harness.processes import ROOT, Command, our_command, worker_environ
+from tools.bench.harness.processes import Command, our_command
 from tools.bench.harness.protocol import STEP_FIELDS
 from tools.bench.harness.sections import Interrupted
 from tools.bench.harness.worker import StepWorker, WorkerError
@@ -27,6 +26,8 @@ READY_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 300.0
 Say = Callable[[str], None]
 Step = Mapping[str, float]
+# Makes what workers of other projects need: their commands, and why some have none.
+Others = Callable[[Say], tuple[Mapping[str, Command], Mapping[str, str]]]
 
 
 @dataclass
@@ -54,31 +55,6 @@ def ratio_over_rounds(ours: Measured | None, theirs: Measured | None, figure: Ca
     if ours is None or theirs is None:
         return None
     return statistics.median(figure(our) / figure(their) for our, their in zip(ours.steps, theirs.steps, strict=True))
-
-
-def peer_commands(
-    benchmark: str, peers: Sequence[Peer], say: Say, *arguments: str
-) -> tuple[dict[str, Command], dict[str, str]]:
-    """Return the commands of the peers' workers, and why some have none; makes environments that are not there.
-
-    Args:
-        benchmark: by which each peer has a worker.
-        peers: peers to run.
-        say: called with one line about progress.
-        arguments: arguments of all workers.
-    """
-    commands, errors = {}, {}
-    for peer in peers:
-        try:
-            python = ensure_environment(peer.environment, say)
-        except EnvironmentFailed as error:
-            say(f"left out: {error}")
-            errors[peer.name] = str(error)
-            continue
-        # Only this folder: the project's own packages must not shadow the peer's.
-        environ = worker_environ(PYTHONPATH=str(ROOT / "tools" / "bench"), **peer.environ)
-        commands[peer.name] = Command((str(python), str(WORKERS / peer.scripts[benchmark]), *arguments), environ)
-    return commands, errors
 
 
 def measure(
@@ -143,13 +119,13 @@ def _cut(results: Mapping[str, Measured]) -> KeyboardInterrupt:
 
 
 def measure_with_peers(
-    benchmark: str, our_module: str, peers: Sequence[Peer], steps: int, say: Say, fields: Sequence[str]
+    our_module: str, others: Others | None, steps: int, say: Say, fields: Sequence[str]
 ) -> dict[str, Measured]:
-    """Measure our worker and those of `peers` in turns; ours is under `OURS`.
+    """Measure our worker and those of `others` in turns; ours is under `OURS`.
 
     A peer whose environment cannot be made is in the result with its error.
     """
-    commands, errors = peer_commands(benchmark, peers, say)
+    commands, errors = others(say) if others else ({}, {})
     unmade = {name: Measured(error=error) for name, error in errors.items()}
     try:
         return measure({OURS: our_command(our_module), **commands}, steps, say, fields) | unmade

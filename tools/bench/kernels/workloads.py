@@ -1,4 +1,4 @@
-"""Workloads of the bench of kernels: attention, grouped products, a low-rank network, LDPC decoding."""
+"""Workloads of the bench of kernels: attention, grouped products, a low-rank network and, in a checkout, LDPC codes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import mix
 from axlearn_like.kernels.grouped_matmul import grouped_product
 from axlearn_like.kernels.low_rank.feed_forward import GLUFactors, by_kernel
-from tools.bench.kernels.ldpc.codes import make_code
-from tools.bench.kernels.ldpc.decode import MinSum, decode_numpy, decode_pallas, decode_xla
+from tools.bench.harness.checkout import IN_CHECKOUT, of_checkout
 from tools.bench.kernels.registry import DEVICE, HOST, SIMULATED, Arrays, Implementation, KernelWorkload
-
-DECIBELS = 2.0  # Eb/N0 of the code words
 
 
 def float32(inputs: Arrays) -> Arrays:
@@ -83,19 +80,6 @@ def _low_rank_kernel(x: Any, *factors: Any) -> Any:
     return by_kernel(jnp.asarray(x), GLUFactors(*(jnp.asarray(one) for one in factors)), combine, interpret=True)
 
 
-# ---- LDPC decoding: words of 24 groups of 128 bits, rate 1/2
-
-CODE, RULE = make_code(128), MinSum()
-
-
-def noisy_words(words: int, decibels: float = DECIBELS, seed: int = 0) -> tuple[Any, Any]:
-    """Return code words [24, words, 128], and log-likelihood ratios after a Gaussian channel, float64."""
-    rng = np.random.default_rng(seed)
-    sent = CODE.encode(rng.integers(0, 2, (CODE.columns - len(CODE.shifts), words, CODE.lift)))
-    variance = 1 / 10 ** (decibels / 10)  # half the rate, twice the noise: Eb/N0 = Es/N0 * 2
-    return sent, 2 * (1 - 2.0 * sent + rng.normal(size=sent.shape) * variance**0.5) / variance
-
-
 WORKLOADS = {
     "attention": KernelWorkload(
         _attention_inputs,
@@ -128,17 +112,6 @@ WORKLOADS = {
             "pallas": Implementation(SIMULATED, _low_rank_kernel),
         },
     ),
-    "ldpc": KernelWorkload(
-        lambda words: (noisy_words(words)[1],),
-        lambda inputs: (RULE.quantise(inputs[0]),),
-        lambda channel: decode_numpy(CODE, RULE, channel),
-        0.0,
-        (8, 64, 256),
-        {
-            "numpy": Implementation(HOST, functools.partial(decode_numpy, CODE, RULE)),
-            "xla": Implementation(DEVICE, functools.partial(decode_xla, CODE, RULE)),
-            "pallas": Implementation(SIMULATED, functools.partial(decode_pallas, CODE, RULE, interpret=True)),
-        },
-        lambda sums: np.asarray(sums) < 0,
-    ),
 }
+if IN_CHECKOUT:
+    WORKLOADS["ldpc"] = of_checkout("ldpc.workload", "ldpc").WORKLOAD

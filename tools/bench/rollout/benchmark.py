@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from mesh.errors import UserError
+from tools.bench.harness.checkout import of_checkout
 from tools.bench.harness.circumstances import circumstances, machine
-from tools.bench.harness.environments import Peer, peers_of
-from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure_with_peers, ratio_over_rounds
+from tools.bench.harness.interleave import OURS, Measured, Others, Say, errors_of, measure_with_peers, ratio_over_rounds
 from tools.bench.harness.protocol import GENERATION_FIELDS, use_one_core
 from tools.bench.harness.sections import run_sections
 
 BENCHMARK = "rollout"
 
 
-def run(peers: Sequence[Peer], rounds: int, say: Say, *, sections: str = "", quick: bool = False) -> dict[str, Any]:
+def run(others: Others | None, rounds: int, say: Say, *, sections: str = "", quick: bool = False) -> dict[str, Any]:
     """Return everything that `--json` prints; systems that cannot be run are listed under `errors`.
 
     Raises:
@@ -24,14 +24,13 @@ def run(peers: Sequence[Peer], rounds: int, say: Say, *, sections: str = "", qui
     """
     where = machine()  # measured before our own load
     if sections or quick:
-        if sections != "coupled" or peers:
+        if sections != "coupled" or others:
             raise UserError(f"--sections {sections!r}: expected coupled, without --peers; --quick is of that section")
-        use_one_core()
-        from tools.bench.rollout import coupled  # jax counts the cores when it is imported
-
+        use_one_core()  # before jax is imported, which counts the cores
+        coupled = of_checkout("coupled", "--sections coupled")
         figures = coupled.measure(say, rounds=1 if quick else min(rounds, 3), quick=quick)
         return {"bench": BENCHMARK, "coupled": figures, "errors": {}, "machine": where, **circumstances()}
-    steps = partial(measure_with_peers, BENCHMARK, "tools.bench.rollout.ours", peers, rounds, say, GENERATION_FIELDS)
+    steps = partial(measure_with_peers, "tools.bench.rollout.ours", others, rounds, say, GENERATION_FIELDS)
     found, missing = run_sections({"rounds": steps}, say)
     figures = summarise(found.get("rounds", {}), rounds)
     return {"bench": BENCHMARK, **figures, "missing": missing, "machine": where, **circumstances()}
@@ -46,7 +45,8 @@ def summarise(results: Mapping[str, Measured], rounds: int) -> dict[str, Any]:
     done = {name: result for name, result in results.items() if result.error is None}
     versus = {
         f"vs_{name}": ratio_over_rounds(done.get(OURS), done.get(name), lambda step: step["new_tokens"] / step["cpu_s"])
-        for name in peers_of(BENCHMARK)
+        for name in results
+        if name != OURS
     }
     return {
         "tok_per_cpu_s": {name: result.median_ratio("new_tokens", "cpu_s") for name, result in done.items()},

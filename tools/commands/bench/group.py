@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import click
 
 from mesh.errors import UserError, did_you_mean
+from tools.bench.harness.checkout import IN_CHECKOUT, WHERE, of_checkout
 
 # Commands of tests/benches/commands.py, which no wheel has.
 OF_THE_CHECKOUT = ("bisect", "episodes", "experts", "policies", "recovery", "retrieval", "simulate", "tiers")
-IN_CHECKOUT = (Path(__file__).parents[3] / "tests" / "benches" / "commands.py").is_file()
-_WHERE = "a checkout of this project, installed by `pip install -e .` (docs/benchmarks/index.md)"
 
 
 def find_benchmark(name: str) -> Any:
     """Return the module that measures the benchmark of this name."""
-    home = "tests.benches" if name in OF_THE_CHECKOUT else "tools.bench"
-    return import_module(f"{home}.{name}.benchmark")
+    if name in OF_THE_CHECKOUT:
+        return of_checkout(f"{name}.benchmark", f"axl bench {name}")
+    return import_module(f"tools.bench.{name}.benchmark")
 
 
 class BenchmarkGroup(click.Group):
@@ -30,7 +29,7 @@ class BenchmarkGroup(click.Group):
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         if cmd_name in OF_THE_CHECKOUT:
-            raise UserError(f"`axl bench {cmd_name}` measures a claim of this project; it is in {_WHERE}")
+            of_checkout("commands", f"axl bench {cmd_name}")
         raise UserError(f"there is no benchmark {cmd_name!r}{did_you_mean(cmd_name, self.commands)}")
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -42,7 +41,7 @@ class BenchmarkGroup(click.Group):
             if IN_CHECKOUT:
                 formatter.write_dl([row for row in rows if row[0] in OF_THE_CHECKOUT])
             else:
-                formatter.write_text(f"{', '.join(OF_THE_CHECKOUT)}: in {_WHERE}.")
+                formatter.write_text(f"{', '.join(OF_THE_CHECKOUT)}: in {WHERE}.")
 
 
 @click.group(name="bench", cls=BenchmarkGroup)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
+from tools.bench.harness.checkout import of_checkout
 from tools.commands.bench.group import command, find_benchmark
 from tools.commands.bench.options import (
     json_option,
@@ -28,12 +30,12 @@ def _with_peers(name: str, peers: str, summary: str, *options: Callable[..., Any
     @click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1), help="Measured steps.")
     @json_option
     def measure(peers: str, steps: int, as_json: bool, **more: Any) -> None:
-        from tools.bench.harness.environments import find_peers
-
-        bench = find_benchmark(name)
-        asked = find_peers(names_in(peers), name)
+        bench, asked, others = find_benchmark(name), names_in(peers), None
+        if asked:
+            found = of_checkout("peers", "--peers")
+            others = partial(found.peer_commands, name, found.find_peers(asked, name))
         with progress() as say:
-            result = bench.run(asked, steps, say, **more)
+            result = bench.run(others, steps, say, **more)
         report(result, as_json, failed=bool(result["errors"]))
 
     for option in options:

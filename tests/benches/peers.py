@@ -1,4 +1,4 @@
-"""Virtual environments of the peers, made on demand and kept in the user's cache folder.
+"""Other projects beside ours: workers, in virtual environments that are made on demand and kept in the user's cache.
 
 A peer is never vendored: pip installs pinned versions by name, from wherever the user's pip is
 configured to look, into an environment that only the benchmark uses.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mesh.errors import UserError, did_you_mean
-from tools.bench.harness.processes import ROOT
+from tools.bench.harness.processes import ROOT, Command, worker_environ
 
 _PROBE = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 _UV = "uv==0.13.8"
@@ -55,7 +55,7 @@ class Peer:
     Attributes:
         name: as on the command line.
         environment: where it runs.
-        scripts: for each benchmark it takes part in, the worker script, a file in `tests/peers` of a checkout.
+        scripts: for each benchmark it takes part in, the worker script, a file in `tests/peers`.
         environ: environment variables that it needs for its best figures.
     """
 
@@ -66,11 +66,8 @@ class Peer:
 
 
 def peers_of(benchmark: str) -> dict[str, Peer]:
-    """Return the peers that take part in a benchmark, by name; an installed wheel has none."""
-    registry = WORKERS / "peers.toml"
-    if not registry.is_file():
-        return {}
-    found = tomllib.loads(registry.read_text())
+    """Return the peers that take part in a benchmark, by name."""
+    found = tomllib.loads((WORKERS / "peers.toml").read_text())
     environments = {
         name: Environment(name, tuple(one["pythons"]), tuple(one["requirements"]), one.get("lowest", False))
         for name, one in found["environments"].items()
@@ -86,16 +83,39 @@ def find_peers(names: Iterable[str], benchmark: str) -> list[Peer]:
     """Return the peers of these names, in order, each once.
 
     Raises:
-        UserError: a name is not that of a peer of this benchmark, or this is an installed wheel, which has no peers.
+        UserError: a name is not that of a peer of this benchmark.
     """
-    asked = list(dict.fromkeys(names))
-    if asked and not WORKERS.is_dir():
-        raise UserError("--peers: the workers of other projects are not part of the wheel; run it in a checkout")
     known = peers_of(benchmark)
+    asked = list(dict.fromkeys(names))
     for name in asked:
         if name not in known:
             raise UserError(f"benchmark {benchmark} has no peer {name!r}{did_you_mean(name, known)}")
     return [known[name] for name in asked]
+
+
+def peer_commands(
+    benchmark: str, peers: Iterable[Peer], say: Callable[[str], None], *arguments: str
+) -> tuple[dict[str, Command], dict[str, str]]:
+    """Return the commands of the peers' workers, and why some have none; makes environments that are not there.
+
+    Args:
+        benchmark: by which each peer has a worker.
+        peers: peers to run.
+        say: called with one line about progress.
+        arguments: arguments of all workers.
+    """
+    commands, errors = {}, {}
+    for peer in peers:
+        try:
+            python = ensure_environment(peer.environment, say)
+        except EnvironmentFailed as error:
+            say(f"left out: {error}")
+            errors[peer.name] = str(error)
+            continue
+        # Only this folder: the project's own packages must not shadow the peer's.
+        environ = worker_environ(PYTHONPATH=str(ROOT / "tools" / "bench"), **peer.environ)
+        commands[peer.name] = Command((str(python), str(WORKERS / peer.scripts[benchmark]), *arguments), environ)
+    return commands, errors
 
 
 def cache_folder() -> Path:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mesh import UserError
-from tools.bench.harness import environments
-from tools.bench.harness.environments import (
+from tests.benches import peers
+from tests.benches.peers import (
     Environment,
     EnvironmentFailed,
     ensure_environment,
@@ -33,7 +33,7 @@ def test_peers_are_found_for_the_benchmark_they_take_part_in() -> None:
 
 
 def test_every_script_is_there() -> None:
-    folder = environments.WORKERS
+    folder = peers.WORKERS
     benchmarks = "grpo_step", "rollout", "train_step"
     scripts = {script for one in benchmarks for peer in peers_of(one).values() for script in peer.scripts.values()}
     assert len(scripts) == 5
@@ -74,10 +74,3 @@ def test_interpreter_that_exists_but_refuses_to_run_is_passed_over(
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     _, version = find_interpreter(["3.98", HERE])
     assert version == HERE
-
-
-def test_without_a_checkout_there_are_no_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(environments, "WORKERS", tmp_path / "peers")
-    with pytest.raises(UserError, match="not part of the wheel; run it in a checkout"):
-        find_peers(["tunix"], "rollout")
-    assert find_peers([], "rollout") == []

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mesh import make_mesh
+from tests.benches.ldpc.codes import make_code
+from tests.benches.ldpc.decode import MinSum, decode_numpy, decode_pallas, decode_xla, sum_product
+from tests.benches.ldpc.test_codes import matrix
 from tests.elsewhere import elsewhere
-from tests.tools.bench.kernels.ldpc.test_codes import matrix
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
-from tools.bench.kernels.ldpc.codes import make_code
-from tools.bench.kernels.ldpc.decode import MinSum, decode_numpy, decode_pallas, decode_xla, sum_product
 
 CODE = make_code(16, rows=3, columns=6, seed=1)
 RULES = [MinSum(layered, fixed, passes=3) for layered in (True, False) for fixed in (True, False)]
