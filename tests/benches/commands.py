@@ -8,8 +8,15 @@ from typing import Any
 import click
 
 from tools.commands.bench.group import command
-from tools.commands.bench.options import json_option, names_in, progress, quick_option, report, sections_option
-from tools.commands.bench.sectioned import add
+from tools.commands.bench.options import (
+    add_sectioned,
+    json_option,
+    names_in,
+    progress,
+    quick_option,
+    report,
+    sections_option,
+)
 from tools.commands.examples import EXAMPLES
 from tools.experiment import LocalPath
 
@@ -17,6 +24,7 @@ EXAMPLES |= {
     "bench bisect": ("--quick", "--json"),
     "bench episodes": ("--quick", "--sections partial --json"),
     "bench experts": ("--quick", "--sections plans --json"),
+    "bench kernels": ("--quick", "--sections bit_errors --json"),
     "bench policies": ("--quick", "--sections fairness --json"),
     "bench recovery": ("--kills 1 --minutes 5", "--roles worker,trainer --json"),
     "bench retrieval": ("--quick", "--peers faiss --sections latency --json"),
@@ -24,24 +32,29 @@ EXAMPLES |= {
     "bench tiers": ("--quick", "--sections move --json"),
 }
 
-add(
+add_sectioned(
     "policies",
     "Many policies on one fleet: RL beside each alone, and a service's slots, first tokens and fairness.",
 )
-add(
+add_sectioned(
     "episodes",
     "Episodes with tools, tools that start while they are called, and plans that are answered in parallel.",
 )
-add(
+add_sectioned(
     "tiers",
     "Pages of a KV cache on the host against computing again, requests that move, and codecs of tensors.",
 )
-add(
+add_sectioned(
+    "kernels",
+    "Kernels by numpy, XLA and simulated Pallas: values against float64, stages of a call, where offloading pays.\n\n"
+    "One of them is decoding of LDPC codes, with its bit errors beside those of the sum-product.",
+)
+add_sectioned(
     "experts",
     "Replicas of popular experts: load of the busiest device, seconds of plans; attention and experts apart.",
     lambda result: "not_measured_training" in result,
 )
-add(
+add_sectioned(
     "simulate",
     "Simulated runs against real ones, the cost of planning a large run, and CPU time of the controller.\n\n"
     "`accuracy` runs real jobs of several processes and predicts each from the measurement of one.",

@@ -54,7 +54,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "qwq_32b_rl --fleet trainer=v5p:8x8x8,workers=64xv5p:2x2x2 --lengths lognormal:6000,0.8 --hours 1",
     ),
     "bench grpo_step": ("", "--steps 3 --json"),
-    "bench kernels": ("--quick", "--sections bit_errors --json"),
     "bench rollout": ("", "--steps 3 --json"),
     "bench serve": ("--json", "demo --passes 2 --set engine.max_num_seqs=16"),
     "bench verify": ("", "--json"),

@@ -26,7 +26,7 @@ def run(others: Others | None, rounds: int, say: Say, *, sections: str = "", qui
     if sections or quick:
         if sections != "coupled" or others:
             raise UserError(f"--sections {sections!r}: expected coupled, without --peers; --quick is of that section")
-        use_one_core()  # before jax is imported, which counts the cores
+        use_one_core()  # jax counts the cores when it is imported
         coupled = of_checkout("coupled", "--sections coupled")
         figures = coupled.measure(say, rounds=1 if quick else min(rounds, 3), quick=quick)
         return {"bench": BENCHMARK, "coupled": figures, "errors": {}, "machine": where, **circumstances()}

@@ -11,7 +11,7 @@ from mesh.errors import UserError, did_you_mean
 from tools.bench.harness.checkout import IN_CHECKOUT, WHERE, of_checkout
 
 # Commands of tests/benches/commands.py, which no wheel has.
-OF_THE_CHECKOUT = ("bisect", "episodes", "experts", "policies", "recovery", "retrieval", "simulate", "tiers")
+OF_THE_CHECKOUT = ("bisect", "episodes", "experts", "kernels", "policies", "recovery", "retrieval", "simulate", "tiers")
 
 
 def find_benchmark(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Options that several benchmarks share, progress on standard error, and how a result is printed."""
+"""Options that several benchmarks share, progress on standard error, how a result is printed; a command of sections."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, override
 
 import click
 
-from tools.commands.bench.group import find_benchmark
+from tools.commands.bench.group import command, find_benchmark
 
+_ENDS = "Figures are shown as they come. Ctrl-C ends it with those that there are, and names the missing sections."
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 quick_option = click.option("--quick", is_flag=True, help="Tiny jobs: shows that all runs, measures nothing.")
 
@@ -72,3 +73,23 @@ def report(result: dict[str, Any], as_json: bool, *, failed: bool) -> None:
         raise SystemExit(130)
     if failed:
         raise SystemExit(1)
+
+
+def add_sectioned(name: str, says: str, failed: Callable[[Mapping[str, Any]], bool] = lambda result: False) -> None:
+    """Add the command of a benchmark whose module has `SECTIONS` and `run(sections, say, quick=...)`.
+
+    Args:
+        name: its name.
+        says: what it measures, as help says it.
+        failed: True for a result that ends with status 1.
+    """
+
+    @command.command(name=name, help=f"{says}\n\n{_ENDS}")
+    @sections_option
+    @quick_option
+    @json_option
+    def measure(sections: list[str], quick: bool, as_json: bool) -> None:
+        bench = find_benchmark(name)
+        with progress() as say:
+            result = bench.run(sections, say, quick=quick)
+        report(result, as_json, failed=failed(result))

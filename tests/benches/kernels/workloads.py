@@ -1,4 +1,4 @@
-"""Workloads of the bench of kernels: attention, grouped products, a low-rank network and, in a checkout, LDPC codes."""
+"""Workloads of the bench of kernels: attention, grouped products, a low-rank network, LDPC codes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import mix
 from axlearn_like.kernels.grouped_matmul import grouped_product
 from axlearn_like.kernels.low_rank.feed_forward import GLUFactors, by_kernel
-from tools.bench.harness.checkout import IN_CHECKOUT, of_checkout
-from tools.bench.kernels.registry import DEVICE, HOST, SIMULATED, Arrays, Implementation, KernelWorkload
+from tests.benches.kernels.ldpc.workload import LDPC
+from tests.benches.kernels.registry import DEVICE, HOST, SIMULATED, Arrays, Implementation, KernelWorkload
 
 
 def float32(inputs: Arrays) -> Arrays:
@@ -112,6 +112,5 @@ WORKLOADS = {
             "pallas": Implementation(SIMULATED, _low_rank_kernel),
         },
     ),
+    "ldpc": LDPC,
 }
-if IN_CHECKOUT:
-    WORKLOADS["ldpc"] = of_checkout("ldpc.workload", "ldpc").WORKLOAD

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mesh import make_mesh
-from tests.benches.ldpc.codes import make_code
-from tests.benches.ldpc.decode import MinSum, decode_numpy, decode_pallas, decode_xla, sum_product
-from tests.benches.ldpc.test_codes import matrix
+from tests.benches.kernels.ldpc.codes import make_code
+from tests.benches.kernels.ldpc.decode import MinSum, decode_numpy, decode_pallas, decode_xla, sum_product
+from tests.benches.kernels.ldpc.test_codes import matrix
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 

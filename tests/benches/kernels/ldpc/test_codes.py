@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mesh import UserError
-from tests.benches.ldpc.codes import QuasiCyclicCode, make_code
+from tests.benches.kernels.ldpc.codes import QuasiCyclicCode, make_code
 
 
 def matrix(code: QuasiCyclicCode) -> np.ndarray:

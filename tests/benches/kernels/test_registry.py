@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from mesh import UserError
-from tools.bench.kernels.registry import HOST, STAGES, Implementation, errors, sweep
-from tools.bench.kernels.workloads import WORKLOADS
+from tests.benches.kernels.registry import HOST, STAGES, Implementation, errors, sweep
+from tests.benches.kernels.workloads import WORKLOADS
 from tools.commands.bench import command
 
 

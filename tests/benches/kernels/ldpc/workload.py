@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.benches.ldpc.codes import make_code
-from tests.benches.ldpc.decode import MinSum, decode_numpy, decode_pallas, decode_xla, sum_product
-from tools.bench.kernels.registry import DEVICE, HOST, SIMULATED, Implementation, KernelWorkload
+from tests.benches.kernels.ldpc.codes import make_code
+from tests.benches.kernels.ldpc.decode import MinSum, decode_numpy, decode_pallas, decode_xla, sum_product
+from tests.benches.kernels.registry import DEVICE, HOST, SIMULATED, Implementation, KernelWorkload
 
 DECIBELS = 2.0  # Eb/N0 of the code words
 _TARGET = 5e-3  # bit errors at which decoders are compared
@@ -26,7 +26,7 @@ def noisy_words(words: int, decibels: float = DECIBELS, seed: int = 0) -> tuple[
     return sent, 2 * (1 - 2.0 * sent + rng.normal(size=sent.shape) * variance**0.5) / variance
 
 
-WORKLOAD = KernelWorkload(
+LDPC = KernelWorkload(
     lambda words: (noisy_words(words)[1],),
     lambda inputs: (RULE.quantise(inputs[0]),),
     lambda channel: decode_numpy(CODE, RULE, channel),

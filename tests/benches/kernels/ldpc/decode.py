@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.benches.ldpc.codes import Array, QuasiCyclicCode
+from tests.benches.kernels.ldpc.codes import Array, QuasiCyclicCode
 
 MESSAGE = 127  # limit of a message in fixed point: int8
 POSTERIOR = 2047  # limit of a sum
