@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.protocol import StepServer
-from train_step.job import DTYPES, QUICK, TrainJob
+from train_job import DTYPES, QUICK, TrainJob
 
 ENDLESS = 10**6  # steps; the runner ends the worker before
 

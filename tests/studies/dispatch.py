@@ -28,8 +28,8 @@ from axlearn_like.training.losses import make_supervised_loss
 from axlearn_like.training.step import init_state, make_train_step
 from mesh import make_mesh, shard_batch
 from mesh.programs.compilation import enable_compilation_cache
-from tools.bench.train_step.config import trainer_config
-from tools.bench.train_step.job import QUICK, TrainJob
+from tests.peers.train_job import QUICK, TrainJob
+from tests.studies.train_step.ours import trainer_config
 
 CALLS = 200
 WARM_UP = 20

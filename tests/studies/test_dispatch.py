@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from tests.peers.train_job import QUICK
 from tests.studies import dispatch
-from tools.bench.train_step.job import QUICK
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ runs it as users run theirs: command line, config, input, the Trainer's own loop
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +18,10 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.trainer import Trainer
+from experiments.train_bench import train_bench
+from tests.peers.train_job import QUICK, TrainJob
 from tools.bench.harness.circumstances import system_version
 from tools.bench.harness.protocol import StepServer
-from tools.bench.train_step.config import trainer_config
-from tools.bench.train_step.job import QUICK, TrainJob
 
 
 class EachStep(Configurable):
@@ -50,6 +51,11 @@ class EachStep(Configurable):
         if not self._server.step_done():
             raise SystemExit
         return {}
+
+
+def trainer_config(job: TrainJob, dtype: Literal["float32", "bfloat16"]) -> Trainer.Config:
+    """Return the job as an experiment."""
+    return train_bench(**asdict(job), dtype=dtype)
 
 
 def held(job: TrainJob, name: str, dtype: Literal["float32", "bfloat16"]) -> Trainer.Config:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tests.peers.train_job import DTYPES, QUICK, TrainJob
 from tools.bench.harness.protocol import StepServer
-from tools.bench.train_step.job import DTYPES, QUICK, TrainJob
 
 Params = dict[str, Any]
 

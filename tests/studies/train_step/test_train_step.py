@@ -10,13 +10,13 @@ from flax import nnx
 
 from axlearn_like.layers.base import split
 from axlearn_like.training.losses import make_supervised_loss
+from tests.peers.train_job import QUICK, TrainJob
 from tests.studies.dispatch import batch_of
 from tests.studies.train_step import benchmark as bench
 from tests.studies.train_step.ours import float32_quick
 from tests.studies.train_step.plain import FLAT, PLAIN, Products, init, make_loss
 from tools.bench.harness.interleave import Measured, measure
 from tools.bench.harness.protocol import TRAIN_FIELDS
-from tools.bench.train_step.job import QUICK, TrainJob
 
 
 @pytest.fixture(scope="module")

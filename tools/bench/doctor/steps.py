@@ -13,9 +13,11 @@ from typing import Any, Literal
 
 import jax
 
+from axlearn_like.operations.flops import count_parameters
 from axlearn_like.operations.memory import device_memory
 from axlearn_like.operations.utilisation import peak_flops
 from axlearn_like.run.metrics import read_rows
+from experiments.train_bench import train_bench
 from mesh.cost.arithmetic import products
 from mesh.cost.hlo import parse
 from mesh.cost.program import Program
@@ -25,8 +27,6 @@ from tools.bench.doctor.checks import Finding
 from tools.bench.doctor.host import GIB
 from tools.bench.doctor.speed import accelerated, matrix_speed, memory_speed
 from tools.bench.grpo_step.job import GrpoJob
-from tools.bench.train_step.config import trainer_config
-from tools.bench.train_step.job import TrainJob
 
 Options = Mapping[str, Any]
 _WRONG = "run axl doctor --only attention,paged_decode,policy_head,numerics --json, and send the output"
@@ -58,22 +58,22 @@ def sft_step(options: Options) -> Finding:
     (dtype, sizes), devices, peak = _sizes(), jax.device_count(), peak_flops(jax.devices())
     if accelerated():
         sizes |= {"length": 2048, "vocab": 16384}
-    job = TrainJob(batch=(8 if accelerated() else 4) * devices, **sizes)
-    cfg = trainer_config(job, dtype)
+    cfg = train_bench(batch=(8 if accelerated() else 4) * devices, dtype=dtype, **sizes)
     cfg.set(num_steps=12 if accelerated() else 6, mesh={"fsdp": -1})
     with tempfile.TemporaryDirectory(prefix="axl-doctor-") as folder:
         cfg.build().run(Path(folder, "run"), progress=False)
         rows = read_rows(Path(folder, "run", "metrics.jsonl"))
     seconds = statistics.median(row["step_seconds"] for row in rows[2:])
     program = cfg.programs(jax.devices())["train"]()
+    tokens = program.rows * program.length
     reached, bound = program.flops / devices / seconds, bound_of(program, dtype)[0]
     used = f"MFU {reached / peak:.0%}" if peak else f"{reached / matrix_speed(dtype):.0%} of the speed of matrix"
     first, last = (float("nan") if row["loss"] is None else row["loss"] for row in (rows[0], rows[-1]))
     value = (
-        f"{job.parameters / 1e6:,.0f} M parameters, {dtype}: {job.tokens / seconds:,.0f} tokens/s, {used}, "
+        f"{count_parameters(cfg.model) / 1e6:,.0f} M parameters, {dtype}: {tokens / seconds:,.0f} tokens/s, {used}, "
         f"{bound / seconds:.0%} of the compiler's bound; loss {first:.3f} to {last:.3f}"
     )
-    figures = {"tokens_per_second": job.tokens / seconds, "step_seconds": seconds, "bound_seconds": bound}
+    figures = {"tokens_per_second": tokens / seconds, "step_seconds": seconds, "bound_seconds": bound}
     if not last < first - 0.02:  # batches differ by less
         return Finding("fail", f"{value}, which does not fall", _WRONG, figures)
     slow = accelerated() and bound < 0.3 * seconds

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError
+from mesh.files.written import replace_file
 from tools.launch.control.api import Object
 from tools.launch.kubernetes.names import check_label
 from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locked, mark_of, temporary_of
@@ -61,9 +62,7 @@ class LocalCluster:
                 path = self.run_dir.parent / "bundles" / archive[0]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 if not path.exists():
-                    temporary = path.with_suffix(f".{os.getpid()}")
-                    temporary.write_bytes(archive[1])
-                    os.replace(temporary, path)
+                    replace_file(path, archive[1])
             (self.run_dir / "launch" / "ended.json").unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"{self.run_dir}: cannot write there: {error.strerror}") from error
@@ -75,11 +74,7 @@ class LocalCluster:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)  # prompts and answers will be in it
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({**known, name: dict(values)}, file)
-        os.replace(temporary, path)
+        replace_file(path, json.dumps({**known, name: dict(values)}))
 
     def create(self, jobset: Object) -> None:
         """Create a JobSet, and start the cluster if it does not run."""
@@ -96,11 +91,8 @@ class LocalCluster:
         if wanted.exists():
             raise UserError(f"JobSet {spec.name} exists; `axl launch stop` removes it")
         wanted.parent.mkdir(parents=True, exist_ok=True)
-        temporary = wanted.with_suffix(".tmp")
-        temporary.write_text(
-            json.dumps({"manifest": jobset, "machines": {} if self.plan is None else variables_of(self.plan)})
-        )
-        os.replace(temporary, wanted)
+        machines = {} if self.plan is None else variables_of(self.plan)
+        replace_file(wanted, json.dumps({"manifest": jobset, "machines": machines}))
         self._until(lambda: spec.name in self._names(), f"JobSet {spec.name} has not been created")
 
     def delete(self, *names: str) -> None:

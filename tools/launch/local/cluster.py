@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mesh.errors import UserError
+from mesh.files.written import replace_file
 from tools.launch.control.api import ROLE
 from tools.launch.local.jobset import JobSet, random_suffix
 from tools.launch.local.manifest import JobSetSpec, read_jobset
@@ -156,9 +157,7 @@ class Cluster:
         }
         text = json.dumps(found, indent=1)
         if text != self._written:
-            temporary = self.folder / f"{STATUS}.tmp"
-            temporary.write_text(text)
-            os.replace(temporary, self.folder / STATUS)
+            replace_file(self.folder / STATUS, text)
             self._written = text
 
 

@@ -1,6 +1,5 @@
 """Checks that break as real ones do; the doctor's processes call them by name."""
 
-import dataclasses
 import functools
 import os
 import signal
@@ -72,6 +71,5 @@ def stuck_training(options: Mapping[str, Any]) -> Finding:
     """The real check, with a learning rate of zero: nothing is learnt."""
     from tools.bench.doctor import steps
 
-    job = dataclasses.replace(steps.TrainJob(), learning_rate=0.0)
-    steps.__dict__["TrainJob"] = functools.partial(dataclasses.replace, job)
+    steps.__dict__["train_bench"] = functools.partial(steps.train_bench, learning_rate=0.0)
     return steps.sft_step(options)

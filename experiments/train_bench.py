@@ -1,4 +1,4 @@
-"""The small supervised job as an experiment of ours."""
+"""Small supervised job that compares stacks, and that `axl doctor` trains (docs/benchmarks/train-step.md)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.training.trainer import Trainer
-from tools.bench.train_step.job import TrainJob
 
 NEVER = 10**9  # steps
 
@@ -43,28 +42,48 @@ class RandomRows(Configurable):
         return {"tokens": tokens, "loss_mask": np.ones(cfg.length + 1, bool)}
 
 
-def trainer_config(job: TrainJob, dtype: Literal["float32", "bfloat16"]) -> Trainer.Config:
-    """Return the job as an experiment, which has no end."""
-    attention = Attention.Config(num_heads=job.heads, rope=Rope.Config(theta=job.rope_theta))
-    norm = RMSNorm.Config(eps=job.norm_eps)
+def train_bench(
+    *,
+    batch: int = 8,
+    length: int = 256,
+    layers: int = 4,
+    dim: int = 256,
+    ffn: int = 1024,
+    heads: int = 4,
+    vocab: int = 1024,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 10_000.0,
+    learning_rate: float = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip: float = 1.0,
+    examples: int = 4096,
+    seed: int = 0,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> Trainer.Config:
+    """Decoder in Llama's shape, without an end, on `examples` rows of random tokens; nothing can be learnt."""
+    norm = RMSNorm.Config(eps=norm_eps)
+    attention = Attention.Config(num_heads=heads, rope=Rope.Config(theta=rope_theta))
     model = Decoder.Config(
-        vocab_size=job.vocab,
-        dim=job.dim,
-        num_layers=job.layers,
-        block=Block.Config(attention=attention, feed_forward=SwiGLU.Config(hidden=job.ffn), norm=norm),
+        vocab_size=vocab,
+        dim=dim,
+        num_layers=layers,
+        block=Block.Config(attention=attention, feed_forward=SwiGLU.Config(hidden=ffn), norm=norm),
         norm=norm,
         head=Head.Config(),
         remat="everything",
         dtype=dtype,
     )
-    source = RandomRows.Config(vocab_size=job.vocab, length=job.length, rows=job.examples, seed=job.seed)
-    adam = AdamW.Config(b1=job.b1, b2=job.b2, eps=job.eps, weight_decay=job.weight_decay)
+    source = RandomRows.Config(vocab_size=vocab, length=length, rows=examples, seed=seed)
+    adam = AdamW.Config(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return Trainer.Config(
         model=model,
-        input=SupervisedInput.Config(source=source, seq_len=job.length, batch_size=job.batch),
-        learner=Learner.Config(optimizer=adam, schedule=Constant.Config(lr=job.learning_rate), clip_norm=job.clip),
+        input=SupervisedInput.Config(source=source, seq_len=length, batch_size=batch),
+        learner=Learner.Config(optimizer=adam, schedule=Constant.Config(lr=learning_rate), clip_norm=clip),
         checkpoint=Checkpointer.Config(save_every=NEVER),
         num_steps=NEVER,
         log_every=1,
-        seed=job.seed,
+        seed=seed,
     )
