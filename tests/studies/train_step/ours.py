@@ -18,8 +18,8 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import Params
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.trainer import Trainer
-from experiments.train_bench import train_bench
 from tests.peers.train_job import QUICK, TrainJob
+from tools.bench.doctor.supervised import train_bench
 from tools.bench.harness.circumstances import system_version
 from tools.bench.harness.protocol import StepServer
 

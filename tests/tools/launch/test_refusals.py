@@ -247,7 +247,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.
 
 def test_a_recipe_is_planned_as_it_fits_its_devices():
     """Whole on each of eight chips it would need 120 GiB of 16."""
-    rows = "experiments.train_bench:RandomRows"
+    rows = "tools.bench.doctor.supervised:RandomRows"
     sets = (f"input.source={rows}", "input.source.vocab_size=128256", "input.source.length=512", "input.source.rows=64")
     plan = plan_launch(
         Launch.Config(experiment="llama31_8b_sft", devices="v5e:2x4", storage="gs://b/c", sets=(*sets, "evaluators=()"))

@@ -17,7 +17,6 @@ from axlearn_like.operations.flops import count_parameters
 from axlearn_like.operations.memory import device_memory
 from axlearn_like.operations.utilisation import peak_flops
 from axlearn_like.run.metrics import read_rows
-from experiments.train_bench import train_bench
 from mesh.cost.arithmetic import products
 from mesh.cost.hlo import parse
 from mesh.cost.program import Program
@@ -26,6 +25,7 @@ from mesh.errors import install_hint
 from tools.bench.doctor.checks import Finding
 from tools.bench.doctor.host import GIB
 from tools.bench.doctor.speed import accelerated, matrix_speed, memory_speed
+from tools.bench.doctor.supervised import train_bench
 from tools.bench.grpo_step.job import GrpoJob
 
 Options = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Small supervised job that compares stacks, and that `axl doctor` trains (docs/benchmarks/train-step.md)."""
+"""The small supervised job that `axl doctor` trains, and that compares stacks (docs/benchmarks/train-step.md)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ import numpy as np
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input import SupervisedInput
-from axlearn_like.layers.attention.grouped_query import Attention
-from axlearn_like.layers.attention.rope import Rope
-from axlearn_like.layers.decoder import Block, Decoder
-from axlearn_like.layers.embedding import Head
-from axlearn_like.layers.feed_forward import SwiGLU
-from axlearn_like.layers.norm import RMSNorm
 from axlearn_like.learner import AdamW, Constant, Learner
 from axlearn_like.training.trainer import Trainer
+from models.dense import dense
 
 NEVER = 10**9  # steps
 
@@ -64,18 +59,8 @@ def train_bench(
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Trainer.Config:
     """Decoder in Llama's shape, without an end, on `examples` rows of random tokens; nothing can be learnt."""
-    norm = RMSNorm.Config(eps=norm_eps)
-    attention = Attention.Config(num_heads=heads, rope=Rope.Config(theta=rope_theta))
-    model = Decoder.Config(
-        vocab_size=vocab,
-        dim=dim,
-        num_layers=layers,
-        block=Block.Config(attention=attention, feed_forward=SwiGLU.Config(hidden=ffn), norm=norm),
-        norm=norm,
-        head=Head.Config(),
-        remat="everything",
-        dtype=dtype,
-    )
+    model = dense(vocab_size=vocab, dim=dim, hidden=ffn, num_layers=layers, num_heads=heads, num_kv_heads=heads,
+                  theta=rope_theta, eps=norm_eps).set(remat="everything", dtype=dtype)  # fmt: skip
     source = RandomRows.Config(vocab_size=vocab, length=length, rows=examples, seed=seed)
     adam = AdamW.Config(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     return Trainer.Config(
