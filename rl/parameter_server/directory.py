@@ -20,7 +20,7 @@ from rl.parameter_server.push.attempts import PushAttempts, check_alive, join_co
 from rl.parameter_server.store.shard_server import ShardServer, live_servers
 from rl.parameter_server.store.sweeper import Sweeper
 
-_LEAST = 0.001  # seconds between two looks of a reader for a source
+_LEAST, _MOST = 0.001, 5.0  # seconds between two looks of a reader for a source
 
 
 class Directory:
@@ -212,13 +212,14 @@ class Directory:
                 self._broadcast.forget(worker)
                 self._shard_servers[worker] = endpoint
             while True:
+                change = self._broadcast.next_change()  # asked first: what expires later, `grant` sees
                 granted: Grant | None = self._broadcast.grant(worker, shard_set, version)
                 if granted is not None:
                     return granted.id, None if granted.source is None else self._shard_servers[granted.source]
                 if (left := end - self._clock()) <= 0:
                     return None
-                change = self._broadcast.next_change()
-                self._changed.wait(left if change is None else min(left, max(change - self._clock(), _LEAST)))
+                due = _MOST if change is None else max(change - self._clock(), _LEAST)
+                self._changed.wait(min(left, due, _MOST))
 
     def done(self, grant: int, serves: bool) -> None:
         """Record that the worker has its shard set and, if it `serves`, is a source for others."""
