@@ -17,6 +17,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer
 from experiments.recipes.sizes import Method, with_adapters
 from experiments.start.served import is_model, positions, served_model
 from mesh.errors import UserError, did_you_mean
+from mesh.files.bucket import bucket_url
 from models.huggingface import hf, hf_weights
 from models.huggingface.checkpoints.directory import ORIGINAL, RECORD, HuggingFaceDirectory
 
@@ -26,7 +27,8 @@ class BaseModel:
     """A model as a start sees it.
 
     Attributes:
-        path: its directory.
+        path: its directory on this machine.
+        place: the directory as configs name it, on every machine: a URL, or `path`.
         policy: decoder that begins with its parameters.
         tokenizer: config of its own tokenizer.
         built: the tokenizer.
@@ -35,6 +37,7 @@ class BaseModel:
     """
 
     path: Path
+    place: str | Path
     policy: Pretrained.Config
     tokenizer: HuggingFaceTokenizer.Config
     built: Tokenizer
@@ -67,7 +70,10 @@ class BaseModel:
             raise UserError(f"--model {place}: {error}") from error
         policy, tokenizer = found.policy, found.tokenizer
         assert isinstance(policy, Pretrained.Config) and isinstance(tokenizer, HuggingFaceTokenizer.Config)
-        return cls(path, policy, tokenizer, built, count_parameters(policy), positions(policy))
+        url = bucket_url(place)
+        if url is not None and files == path:
+            tokenizer = tokenizer.clone(path=url)
+        return cls(path, url or path, policy, tokenizer, built, count_parameters(policy), positions(policy))
 
     def require_template(self, form: RowForm, files: str) -> None:
         """Refuse conversations where the tokenizer has no chat template (UserError)."""
@@ -79,7 +85,7 @@ class BaseModel:
 
     def trained(self, method: Method, **fields: Any) -> Pretrained.Config:
         """Return the policy to train by a method, with fields of the decoder changed."""
-        return {"lora": hf_lora, "int8 lora": hf_int8_lora}.get(method, hf)(self.path, **fields)
+        return {"lora": hf_lora, "int8 lora": hf_int8_lora}.get(method, hf)(self.place, **fields)
 
 
 def hf_lora(path: str | Path, **fields: Any) -> Pretrained.Config:

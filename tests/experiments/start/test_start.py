@@ -23,6 +23,7 @@ from experiments.start.base import hf_int8_lora
 from experiments.start.card import model_card
 from experiments.start.source import python_source, save_experiment
 from mesh.errors import UserError
+from mesh.files.bucket import Bucket
 from rl.experiment import RLExperiment
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.verifiers.math import MathVerifier
@@ -122,6 +123,18 @@ def test_a_cpus_devices_share_a_model_as_the_plan_counted_unless_it_is_small(
     for place in ("rl", "sft"):
         monkeypatch.setattr(f"experiments.start.{place}.SMALL", 0)
     assert mesh() == {"fsdp": 8}
+
+
+def test_a_start_from_a_bucket_has_the_same_config_on_every_machine(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Bucket("memory://start/model", "x").put({file.name: file for file in model.iterdir()})
+    Bucket("memory://start/rows", "x").put({"rows.jsonl": Path("rows.jsonl")})
+    texts = list[str]()
+    for machine in ("one", "two"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / machine))
+        texts.append(to_text(start_rl("memory://start/model", "memory://start/rows/rows.jsonl")))
+    assert texts[0] == texts[1] and str(tmp_path) not in texts[0]
 
 
 def test_lora_is_trained_where_it_is_asked_for(model: Path) -> None:
