@@ -41,6 +41,8 @@ class World(RuleBasedStateMachine):
         self.has: set[tuple[str, Key]] = set()
         self.open: dict[int, tuple[str, Key, Grant, float]] = {}  # with the end of its patience
         self.sources: dict[Key, set[str]] = {key: set() for key in KEYS}
+        self.times: Counter[str] = Counter()  # how often a worker has become a source
+        self.granted: dict[int, int] = {}  # that count of its source when a grant was made
         self.losses: Counter[Key] = Counter()  # sources, and readers of the server that became none
         self.server_reads: Counter[Key] = Counter()
         self.counted: set[int] = set()
@@ -66,8 +68,9 @@ class World(RuleBasedStateMachine):
         id = data.draw(st.sampled_from(sorted(self.open)))
         self.scheduler.failed(id, dead)
         source = self.open[id][2].source
+        again = source is not None and self.times[source] > self.granted[id]  # it has read something since, so it lives
         self._end([id])
-        assert not dead or all(source not in self.scheduler.sources(*key) for key in KEYS)
+        assert not dead or again or all(source not in self.scheduler.sources(*key) for key in KEYS)
 
     @rule(worker=st.sampled_from(WORKERS), told=st.booleans())
     def restart(self, worker: str, told: bool) -> None:
@@ -103,12 +106,15 @@ class World(RuleBasedStateMachine):
             assert grant.source is None or grant.source in sources, "a source that is none (any more)"
             assert grant.source is not None or not sources, "the server, though there is a source"
             self.server_reads[key] += grant.source is None
+            self.granted[grant.id] = self.times[grant.source] if grant.source else 0
             patience = TIMEOUT * (self.seeds if grant.source is None else self.fanout)
             self.open[grant.id] = (worker, key, grant, self.clock.now + patience)
         self._end([id for id in previous if grant is None or id != grant.id])
         return grant
 
     def _see_sources(self) -> None:
+        before = set().union(*self.sources.values())
+        self.times.update(set().union(*(self.scheduler.sources(*key) for key in KEYS)) - before)
         for key in KEYS:
             now = set(self.scheduler.sources(*key))
             self.losses[key] += len(self.sources[key] - now)
