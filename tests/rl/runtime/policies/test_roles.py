@@ -157,7 +157,9 @@ class Fleet:
     def worker(self, name: str, controllers: Any = None) -> PoliciesWorker:
         verifiers = self.roles.make_verifier()
         scored = {name: verifiers.of(name) for name in self.roles.names}
-        return self.roles.make_worker(name, controllers or self.controllers, self.weights, scored)
+        made = self.roles.make_worker(name, controllers or self.controllers, self.weights, scored)
+        assert isinstance(made, PoliciesWorker)
+        return made
 
     def batch(self, step: int) -> dict[str, list[Group] | None]:
         return {name: self.controllers.of(name).next_batch(step) for name in self.roles.names}
