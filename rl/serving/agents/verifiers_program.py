@@ -45,7 +45,7 @@ def main() -> None:
     # The harness installs its packages with `uv`, which is beside this interpreter.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     row = json.load(sys.stdin)
-    number = int(row.get("task", row["problem_id"]))
+    number = int(row["task"] if "task" in row else row["problem_id"])
     task = next(itertools.islice(iter(load(place)), number, None))
     trace = asyncio.run(run(task, *harness or ["null"]))
     if trace.errors:
