@@ -203,10 +203,13 @@ def checkout() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _forget_user_files() -> Generator[None]:
+def _forget_user_files(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
     """Forget modules of files that a test has written and named: another test has files of the same names."""
-    before = set(sys.path)
+    before, code = set(sys.path), os.environ.get("AXL_CODE", "tests")
     yield
+    os.environ["AXL_CODE"] = code  # trusted files are added to it
     for name in ("mine", "reward"):
         sys.modules.pop(name, None)
-    sys.path[:] = [path for path in sys.path if path in before or not path.startswith(tempfile.gettempdir())]
+    # gettempdir() may be a folder of a former test that has set it.
+    temporary = (tempfile.gettempdir(), str(tmp_path_factory.getbasetemp()))
+    sys.path[:] = [path for path in sys.path if path in before or not path.startswith(temporary)]

@@ -52,7 +52,7 @@ def test_failures_give_an_ettr(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["--duration", "worker_price=-1"], "durations.worker_price=-1.0; expected a finite number, 0 or more"),
         (["--lengths", "fixed:7"], "expected lengths of 1 to 6 tokens (max_new_tokens), got 7 to 7"),
         (["--hours", "0"], "--hours 0: expected more than 0"),
-        (["--rate", "driver=1"], "--rate driver: there is no such role"),
+        (["--rate", "drivers=1"], "--rate drivers: there is no such role"),
         (["--rate", "worker"], "--rate 'worker': expected ROLE=N"),
         (["--search", "workers=1..2", "--objective", "cost"], "--objective cost: there are no prices"),
         (["--search", "workers=2..1"], "--search 'workers=2..1': expected workers=FIRST..LAST"),
