@@ -72,7 +72,7 @@ lint: $(VENV)/.installed-dev ## ruff: rules and layout
 	@$(BIN)/ruff format --check $(PATHS)
 
 types: $(VENV)/.installed-dev ## pyright
-	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --threads 2
 
 docs: $(VENV)/.installed-docs ## the site in build/site, strictly: no broken link, every page reachable
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
