@@ -6,7 +6,6 @@ forked in milliseconds, finds them by name. Where Ray dies, another keeper start
 the command itself is killed, the kernel ends the others.
 """
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -18,13 +17,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
+from rl.runtime.node.forks import end_with
 from rl.runtime.node.warm import may_be_forked
 
 MAX_DEATHS = 5  # limit of a driver's deaths without an update in between; more are a fault of the run
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _STOPS = _FORWARDED[:2]
 _AWAITED = {signal.SIGCHLD, *_FORWARDED}
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _TICK = 0.1  # seconds between two looks of an observer
 _LONGEST = 1 << 16  # bytes of the board
 _PATIENCE = 10.0  # seconds for Ray to end
@@ -162,9 +161,7 @@ class _Command:
         if (pid := os.fork()) != 0:
             setattr(self, which, pid)
             return False
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        end_with(parent)
         if which == "_driver":
             os.setpgid(0, 0)  # Ctrl-C is the command's, which passes it on
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -26,10 +26,12 @@ _RAYLET = "RAY_RAYLET_PID"
 _LARGEST = 1 << 18  # bytes of a request, most of which are variables
 
 
-def end_with(parent: int) -> None:
-    """Let this process, a fork, end with the one that forked it."""
-    for option, value in ((_DIE_WITH_PARENT, signal.SIGKILL), (_SET_NAME, NAME.encode())):
-        ctypes.CDLL(None).prctl(option, value)
+def end_with(parent: int, name: str = "") -> None:
+    """Let this process, a fork, end with the one that forked it, and have a name of its own if one is given."""
+    library = ctypes.CDLL(None)
+    library.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    if name:
+        library.prctl(_SET_NAME, name.encode())
     if os.getppid() != parent:
         os._exit(0)
 
@@ -154,7 +156,7 @@ class ForkServer:
                 self._close()
                 for descriptor in output:
                     os.close(descriptor)
-                end_with(parent)
+                end_with(parent, NAME)
                 _import_for(variables)
                 ForkServer(theirs, set_by_imports(), of_job=True).run()
                 return None

@@ -52,7 +52,7 @@ def fork_server(path: str, modules: Sequence[str] = MODULES) -> int:
     if (pid := os.fork()) != 0:
         server.close()
         return pid
-    end_with(parent)
+    end_with(parent, NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the command's
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with many_imports():
