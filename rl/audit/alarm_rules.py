@@ -64,10 +64,7 @@ class Level:
         """Take the limit and how it is compared.
 
         Args:
-            name: name of the alarm.
-            metric: the metric.
             limit: limit of its mean.
-            meaning: meaning of the alarm.
             window: updates in the mean.
             margin: fraction of the limit by which the mean must come back.
             below: the limit is a least value, not a greatest one.

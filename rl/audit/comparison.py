@@ -39,7 +39,6 @@ class Rounding:
     Attributes:
         bound: limit of the difference of two log-probabilities.
         seed: seed of the draws (`draw_seed` of the run's and the prompt's).
-        vocab: size of the policy's vocabulary.
     """
 
     bound: float
@@ -72,8 +71,6 @@ def first_difference(one: Rollout, other: Rollout, rounding: Rounding | None = N
     """Return the first difference of two drawings of one rollout; None: there is none.
 
     Args:
-        one: the first drawing.
-        other: the second one.
         rounding: how classes of hardware may differ; None: not at all. Else what follows a token that is another one
             only by rounding is not compared.
     """

@@ -13,8 +13,6 @@ class AuditTerms:
     """Terms by which drawings of several classes of hardware are compared.
 
     Attributes:
-        seed: seed of the run.
-        vocab: size of the policy's vocabulary.
         cpu_bound: limit of the difference of two log-probabilities that two CPUs give.
         bound: limit otherwise.
     """

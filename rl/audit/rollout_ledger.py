@@ -39,7 +39,6 @@ class Entry(NamedTuple):
     """A rollout of the ledger.
 
     Attributes:
-        name: its name.
         tokens: 64 bits of a digest of its tokens, which of them are actions, and its end.
         logprobs: 32 bits of a digest of its log-probabilities' bits.
         reward: as a float32; -inf where the verifier could not give one.

@@ -66,10 +66,7 @@ class Audits:
 
         Args:
             share: share of each worker's rollouts, 0 to 1.
-            terms: terms of comparisons.
             first_lease: first lease id of audits, of which there are as many as `leases`.
-            leases: number of lease ids.
-            events: log of what is found.
             quarantined: workers found to be wrong before this process began.
         """
         self._limit, self._terms, self._events = round(share * 2**64), terms, events

@@ -74,9 +74,6 @@ class Controller(Configurable):
         """Build the tasks, and await `begin`.
 
         Args:
-            cfg: config of the controller, as the experiment has completed it.
-            events: log of leases that come back, and of waits.
-            clock: clock of leases and waits.
             first_lease: larger than any lease id that a former controller of this run can have granted.
             evaluations: None: there are none.
             skipped: record of the problems that are left out; None: of this controller alone.

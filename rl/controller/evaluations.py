@@ -49,10 +49,7 @@ class EvaluationSchedule:
         """Store the settings.
 
         Args:
-            cfg: what is evaluated.
             controller: has the tasks whose held-out problems are drawn, samples, problems of a lease, and updates.
-            run: where results are written.
-            tokenizer: tokenizer of prompts and answers.
             every: updates between evaluations; None: there are none during training.
             seed: seed of the bootstrap of confidence intervals.
             first_lease: larger than any lease id in use.

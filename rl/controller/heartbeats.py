@@ -21,7 +21,6 @@ class Heartbeats:
 
         Args:
             limit: seconds of silence after which a worker is lost.
-            clock: clock of the heartbeats.
             events: log of an event `silent` for each worker that has fallen silent.
         """
         self._limit, self._clock, self._events = limit, clock, events

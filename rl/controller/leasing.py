@@ -40,11 +40,7 @@ class Leasing:
         """Await `begin`.
 
         Args:
-            cfg: config of the controller.
-            plan: prompts of the work items.
-            ledger: ledger of the updates.
             evaluations: None: there are none.
-            audits: rollouts that are drawn again.
             restarted: a former controller of this run may have granted leases.
         """
         self._cfg, self._plan, self._ledger, self._evaluations = cfg, plan, ledger, evaluations
@@ -96,9 +92,7 @@ class Leasing:
         """Grant the next work item of an evaluation, or else of an update; or say whose prompts are not made yet.
 
         Args:
-            worker: worker that asks.
             workers: how many there are, with this one.
-            now: the clock of leases.
         """
         if worker in self._audits.quarantined:
             return None

@@ -40,8 +40,6 @@ class Plan:
         """Build the tasks.
 
         Args:
-            cfg: config of the controller.
-            tokenizer: tokenizer of prompts.
             skipped: record of the problems that are left out.
             prepare: makes the problems of evaluations.
         """

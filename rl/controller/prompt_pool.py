@@ -96,8 +96,6 @@ class PromptPool(Configurable):
         """Plan nothing yet: `start` does.
 
         Args:
-            cfg: rules.
-            tasks: tasks of the run.
             groups: problems of a step, at most.
             staleness: steps that may be under way beside the oldest.
         """

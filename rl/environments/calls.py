@@ -26,7 +26,6 @@ class Call(NamedTuple):
     """A call as an action spells it.
 
     Attributes:
-        tool: its name.
         arguments: by name; None: `text` holds them.
         text: the only argument, or a JSON object of several.
         error: what is wrong with the form; "" for nothing.

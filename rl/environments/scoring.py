@@ -30,9 +30,7 @@ def score_rollouts(
     of the text. The reward of an episode is the sum of its turns' and the verifier's.
 
     Args:
-        verifier: scores answers.
         rollouts: the samples of a prompt one after the other.
-        tokenizer: tokenizer of the policy.
         details: details of each rollout, where the verifier wants some.
     """
     answers = [answer_of(rollout, tokenizer) for rollout in rollouts]

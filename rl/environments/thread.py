@@ -24,9 +24,7 @@ class EnvironmentThread:
         """Start the thread; the environment is made by the first call.
 
         Args:
-            make: builds the environment.
             deadline_s: seconds after which a coroutine is cancelled.
-            name: name of the thread.
         """
         self._make, self._deadline_s = make, deadline_s
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Call, float] | None] = queue.SimpleQueue()

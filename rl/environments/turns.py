@@ -20,8 +20,6 @@ class Turns:
         """Begin with a problem's messages.
 
         Args:
-            tokenizer: tokenizer of the policy.
-            problem: as the policy was asked it.
             role: role of observations; a template that does not show it gets "user".
         """
         self._tokenizer = tokenizer

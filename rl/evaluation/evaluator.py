@@ -51,11 +51,8 @@ class Evaluation(Configurable):
         """Return the summary and rows with answers.
 
         Args:
-            problems: the held-out problems.
             groups: scores of all samples, and at least the first rollout, of each problem in order.
             votes: what each sample of each problem votes for (`TaskMixture.vote`).
-            tokenizer: decodes the answers that are shown.
-            seed: seed of the bootstrap.
 
         Returns:
             The summary of `pass_at_k.summarise`, with maj@k for each k of `ks` above 1, and "terms", the means of the

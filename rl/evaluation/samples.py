@@ -25,7 +25,6 @@ class Samples:
         """Open the folder, or make it.
 
         Args:
-            folder: folder of this evaluation alone.
             record: what the figures depend on: policy, tasks, seed, number of samples, sampler.
 
         Raises:

@@ -36,9 +36,6 @@ class Respondent:
     """A policy that answers problems, and what scores its answers.
 
     Attributes:
-        engine: with its weights.
-        tokenizer: tokenizer of prompts and answers.
-        verifier: scores the answers.
         maker: makes the prompts.
         at_once: problems that the engine gets at a time.
         episodes: episodes of the tasks' environments; None: they have none.
@@ -86,11 +83,8 @@ def evaluate(
     """Answer the problems that are not answered yet, `count` times each, and return the figures of all.
 
     Args:
-        samples: the folder.
         problems: in the order in which they are answered.
-        tasks: tasks of the problems; says what is a vote.
         respondent: answers, and scores the answers.
-        count: samples of each problem.
         ks: the k of pass@k and maj@k.
         seed: seed of the draws, and of the bootstrap.
         progress: gets the number of problems that are answered.

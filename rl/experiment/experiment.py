@@ -319,11 +319,6 @@ class RLExperiment(Configurable):
         """Build a rollout worker.
 
         Args:
-            name: name of the worker.
-            run: the run directory.
-            controller: leases to it.
-            weights: client of the parameter server.
-            verifier: scores its rollouts.
             began: when its process started, if not now (`time.time()`).
             processes: group of a worker that has several, of which this is the leader (others: `make_remote_runner`).
             token: the secret of the run, by which these know each other.
@@ -400,9 +395,7 @@ class RLExperiment(Configurable):
         """Build the trainer.
 
         Args:
-            run: the run directory.
             services: the roles that it calls; the reference where `fleet.reference` names its devices.
-            processes: the trainer process group that this process belongs to.
             devices: devices of the trainer's mesh; None: all.
             first: source of version 0; None: the experiment's own.
             opponents: versions that draw in episodes of other policies; None: none do.

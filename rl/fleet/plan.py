@@ -39,10 +39,7 @@ class RolePlan:
     """One role on its devices.
 
     Attributes:
-        role: trainer, worker or reference.
         count: instances, each with devices of its own unless they share this machine.
-        devices: devices of one instance.
-        processes: number of processes of one instance.
         mesh: axes that are not 1.
         holds: bytes of a device that it keeps all the time, by what they are for.
         programs: name -> memory by the compiler; empty where nothing was compiled.
@@ -134,8 +131,6 @@ class FleetPlan:
     """All roles, and the weights that travel between them.
 
     Attributes:
-        trainer: the trainer.
-        worker: each of the workers.
         push: bytes of a version as the trainer publishes it; of the first, the `frozen` ones too.
         pull: bytes of a version that each worker fetches, uncompressed; of the first, the `frozen` ones too.
         pull_per_host: bytes of it that each of a worker's hosts fetches, for its own devices.

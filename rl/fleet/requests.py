@@ -24,14 +24,11 @@ class RoleRequest:
     """Devices of a role in the terms of a scheduler.
 
     Attributes:
-        role: trainer, worker or reference.
         instances: with devices of their own.
-        processes: number of processes of one instance, each on a host of its own.
         kind: "GPU" or "TPU", of which each process asks for `each`; "CPU": it may go anywhere.
         each: GPUs or chips of a process; less than 1: its share of one GPU.
         devices: devices of a process, as jax shows them; 0: as many as its machine has.
         model: model of the GPUs: "H100"; None: any.
-        topology: topology of the TPUs.
     """
 
     role: str
@@ -78,7 +75,6 @@ def role_requests(cfg: ExperimentConfig, here: Sequence[Any]) -> dict[str, RoleR
     """Return the requests of `trainer`, `worker` and `reference`; a role without one uses what its machine shows.
 
     Args:
-        cfg: the experiment's.
         here: the devices of this machine, described; empty: they are not known, because the roles go to a cluster.
 
     Raises:

@@ -131,10 +131,7 @@ def connect(
     """Connect to the shard servers whose endpoints these functions resolve, the one with the directory first.
 
     Args:
-        cfg: config of the parameter server.
         locate: one function per shard server. A lost server is resolved again, for up to `retry_timeout` seconds.
-        retry_timeout: seconds.
-        connect_timeout: seconds.
         on_wait: as in `RpcClient`, called with the number of the shard server before the other arguments.
         warn_after: as in `RpcClient`.
         advertised_host: this host's address as peers see it, who may read from here.

@@ -39,14 +39,11 @@ class Directory:
         """Store the settings.
 
         Args:
-            servers: the shard servers.
-            keep: number of versions.
             broadcast: schedules who reads from whom.
             offloads: the shard servers write evicted versions to a disk or bucket, and can restore them.
             sweep_delay: seconds from a publication until shard servers drop what it has evicted, which costs them
                 processor time that readers have more use for; 0: at once, before it is confirmed. It ends when the
                 next version is opened. What is offloaded is written at once, which costs more, and dropped after that.
-            clock: clock of waits.
         """
         self._servers, self._keep, self._broadcast, self._clock = list(servers), keep, broadcast, clock
         self._offloads = offloads
@@ -69,9 +66,7 @@ class Directory:
         """Return the key under which the processes of one trainer push a version.
 
         Args:
-            version: its number.
             pusher: name of the trainer, different after every start.
-            processes: number of its processes.
 
         Raises:
             WeightsError: the version is older than all that are kept, or another trainer has taken over.
@@ -200,7 +195,6 @@ class Directory:
             worker: the reader.
             endpoint: where the worker itself serves.
             shard_set: digest of the index ranges and dtypes that it wants.
-            version: the version.
             timeout: seconds to wait for a source with a free slot.
 
         Returns:

@@ -18,7 +18,6 @@ def element_sums[A: (jax.Array, np.ndarray)](part: A, shape: list[int], starts: 
     The sums of disjoint parts add up to those of the whole.
 
     Args:
-        part: the part held.
         shape: shape of the whole array.
         starts: first index of the part in each dimension.
     """

@@ -28,7 +28,6 @@ class Problem:
 
     Attributes:
         id: unique in the run and stable; the same id is the same problem on every machine.
-        family: the task family's name.
         entry: the task package's own record of the instance, or the row of a table.
         messages: the conversation to answer, of which `question` is the text; None: the question is all of it.
         tools: descriptions of tools that the chat template shows, by JSON schema; None: there are none.
@@ -82,7 +81,6 @@ class Episode:
         answer: the text that the verifier judges; None: the turns' rewards are all.
         ended: "done" by the environment; "truncated" at the limit of turns or tokens, without a verdict; "error", of
             the environment: the rollout has no reward.
-        error: what went wrong.
         figures: named numbers for the metrics, such as tool calls and their seconds.
     """
 
@@ -180,10 +178,7 @@ class Seat:
     """The policy and version that draw the tokens of a role of an episode.
 
     Attributes:
-        role: name of the role.
         policy: name of the policy; "": the base.
-        version: its version.
-        incarnation: see `Lease`.
         learns: the policy is trained on the tokens; of others the version is frozen.
     """
 

@@ -58,13 +58,10 @@ class RolloutEngine(Configurable):
     [(0, 4, 'length'), (1, 4, 'length')]
 
     Attributes:
-        cfg: sizes and defaults.
         paused: no dispatch is made.
         scheduler: order, rows and pages of sequences.
         lifecycle: unfinished requests.
-        dispatcher: makes the dispatches.
         executor: packs batches, and calls the model runners of all processes.
-        runner: the model runner of this process.
         speculation: drafts; None: there are none.
         earlier: drafts of requests that bring them.
     """
@@ -83,7 +80,6 @@ class RolloutEngine(Configurable):
         """Build the engine, without weights.
 
         Args:
-            cfg: sizes and defaults.
             decode: gives the text of tokens; without it requests cannot have stop strings.
             remote_runners: the other processes of an engine whose mesh goes over several, of which this one leads.
             adapters: room for LoRA adapters that requests name; None: there is none.

@@ -24,7 +24,6 @@ class LeasedWork:
 
     Attributes:
         lease: the lease, with the partial rollouts that can be continued.
-        policy: the policy that draws it.
         revoked: it has gone to another worker.
         begun: its requests are in the engine, or were.
         rollouts: those collected, in the lease's order; some are cut if their requests were aborted.

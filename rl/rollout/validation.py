@@ -27,7 +27,6 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     """Refuse a policy that an engine cannot run on a platform, or not with the exactness that it promises.
 
     Args:
-        cfg: the engine's.
         model: abstract, as the engine computes with it.
         platform: platform of the devices: cpu, gpu or tpu.
         adapters: LoRA adapters are served, another one for every row.
@@ -141,9 +140,6 @@ def validate(
     """Return the request's stop conditions in full.
 
     Args:
-        request: the request as submitted.
-        cfg: the engine's.
-        vocab: tokens of the model.
         cache_tokens: tokens that fit into all pages of the cache.
         has_text: True if the engine can decode, as stop strings need.
 

@@ -55,8 +55,6 @@ class RolloutWorker:
         """Build a worker.
 
         Args:
-            name: name of the worker.
-            engine: draws the rollouts.
             policies: parts of each policy by its name, "" if it is the only one; all have one `services.controller`.
             swap: see `RolloutEngine.set_weights`.
             began: start of its process (seconds since 1970), if not now.

@@ -22,10 +22,6 @@ class WorkerServices[Weights]:
     """The roles that a worker calls.
 
     Attributes:
-        controller: leases to it.
-        weights: weights of the policy.
-        verifier: scores the answers.
-        events: events of the run.
         pull_timeout: seconds that a pull of weights may take.
         depot: takes the KV pages of rollouts that are handed back; None: they are computed again.
     """
@@ -44,7 +40,6 @@ class WorkerFeatures:
 
     Attributes:
         wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
-        episodes: episodes of the tasks' environments.
         branching: samples of a prompt share their first tokens, except in evaluations.
         demonstrations: these are among the samples, except in evaluations; None: the policy draws all.
         interruption: long thinking is interrupted, in evaluations too.
@@ -62,10 +57,6 @@ class WorkerPolicy[Weights]:
     """The parts of a worker that belong to one policy.
 
     Attributes:
-        tokenizer: decodes the answers.
-        seed: seed of the run.
-        services: roles that the worker calls for it.
-        features: features of its rollouts.
         sampler: None: the engine's.
     """
 

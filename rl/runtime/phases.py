@@ -41,13 +41,9 @@ class Phases:
         """Find out where the run stands.
 
         Args:
-            cfg: the experiment's.
-            run: open.
             events: receives the begin and end of each phase.
-            say: prints a line for the user.
             start: completed updates.
             starting: what the first line adds.
-            progress: show updates and answers.
             announce: print a line for each phase.
         """
         self._announces = announce

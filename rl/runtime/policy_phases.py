@@ -23,9 +23,7 @@ class PolicyPhases:
 
         Args:
             parts: policies, their run directories open.
-            say: prints a line for the user.
             starting: what the first line adds.
-            progress: show updates.
         """
         self._parts, self._say, self._stack = list(parts), say, ExitStack()
         self._rows = {part.name: JsonlTail(part.run.metrics_path) for part in parts}

@@ -177,10 +177,8 @@ def remake(
     """Make the run again in this process, in a folder that is removed, until an update or the first difference.
 
     Args:
-        published: the run.
         cfg: its config, as this machine runs it.
         updates: the last update to make; None: all.
-        say: prints a line for the user.
     """
     experiment: RLExperiment = cfg.build()
     check_data(published, experiment)

@@ -50,9 +50,6 @@ class RoleBuilder:
     Attributes:
         kind: names the `make_` method of the experiment that builds the role.
         name: name of the process; a spare gets that of the process whose place it takes.
-        run: the run directory.
-        events: events of the run.
-        token: the secret with which roles connect to the parameter server.
         namespace: namespace in which actors have their names.
         request: the devices that this process has to itself, or None.
         services: actors of the roles that it calls, by name.

@@ -77,8 +77,6 @@ class RoleProcess:
         """Call a method of the role, for another role.
 
         Args:
-            method: its name.
-            args, kwargs: its arguments.
             policy: policy whose role is called, among several.
             term: number of the trainer that calls, of which a later one has a larger (UserError: one has called).
         """
@@ -126,7 +124,6 @@ class RoleProcess:
         """Build and compile what a later `run` needs, in the place of a process that dies; returns this process's id.
 
         Args:
-            services: actors of the roles that it calls.
             name: name in events until then.
         """
         with self._preparing:
@@ -152,9 +149,7 @@ class RoleProcess:
         """Run the loop of the role until it ends; returns which process this is, and if it is about to exit.
 
         Args:
-            services: actors of the roles that it calls.
             meeting: the address where several processes of one role join; "": it is alone.
-            name: name of the process.
             term: number of the trainer, which counts its starts.
             driver: number of the driver that asks (UserError: a later one has).
         """

@@ -68,7 +68,6 @@ class TrainerStates:
         Args:
             held: states that this process was sent.
             standby: the process that holds them from now on.
-            events: events of the run.
             version: the state to restore; None: the newest.
         """
         self._version = version
@@ -137,7 +136,6 @@ def rehearse(experiment: RLExperiment, run: RunDirectory, controller: BatchSourc
     """Make one update of the run aside, on its own state and batch, so that this process has all of its programs.
 
     Args:
-        experiment: the experiment.
         run: the run directory, which is only read.
         controller: the controller, of which batches are only read.
         held: states of the trainer.

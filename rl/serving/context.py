@@ -15,7 +15,6 @@ class ServingContext:
 
     Attributes:
         models: the names that requests may give: the base's, and those of adapters, which come and go.
-        max_prompt_tokens: tokens.
         max_new_tokens: tokens of a completion; also the default.
         stop_tokens: end every completion.
         sampler: defaults of a request's sampling parameters.

@@ -179,9 +179,7 @@ def load_params(
     """Return parameters sharded over `mesh`; without weights, those that the experiment starts from, or random ones.
 
     Args:
-        experiment: experiment whose policy it is.
         weights: weights of a run; None: there are none.
-        mesh: mesh of the devices.
         like: template of an engine: arrays that it takes with the least copying, where they need not be those of a
             trainer.
 

@@ -36,7 +36,6 @@ class PromptMaker(Admission):
         """Store the rules.
 
         Args:
-            tokenizer: tokenizer of prompts.
             max_prompt_tokens: tokens; None: any length.
             long_prompts: leave longer ones out, keep their last `max_prompt_tokens` tokens, or raise.
             seconds: seconds that a problem may take to make; 0: no limit.
@@ -111,7 +110,6 @@ def check_prompts(
     """Refuse problems of which most are too long, and held-out questions that are trained on.
 
     Args:
-        tasks: where the problems come from.
         maker: function that makes one of prompts; knows what is left out.
         max_prompt_tokens: tokens that a prompt may have.
         num_train: the first training problems, which are looked at.

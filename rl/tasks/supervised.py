@@ -16,12 +16,7 @@ from rl.tasks.mixture import TaskMixture
 
 
 class ProblemExamples(Configurable, abc.ABC):
-    """Examples of the training problems of a mixture, by random access.
-
-    Attributes:
-        mixture: the tasks.
-        tokenizer: tokenizer of the examples.
-    """
+    """Examples of the training problems of a mixture, by random access."""
 
     class Config(ConfigBase["ProblemExamples"]):
         mixture: TaskMixture.Config = REQUIRED

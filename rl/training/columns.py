@@ -32,8 +32,6 @@ class Place(NamedTuple):
     """A rollout in a row.
 
     Attributes:
-        row: index of the row.
-        rollout: the rollout.
         before: tokens of its prompt but the last, which is the completion's first input.
         prompt: index of these among the row's tokens for prompts; None: an earlier rollout has the same prompt there.
         completion: index of the completion among the row's other tokens.
@@ -52,7 +50,6 @@ class Places(NamedTuple):
     Attributes:
         prompts: tokens for prompts in front of each row.
         targets: shape of the rows' targets.
-        rollouts: the place of each.
         lengths: int [rows], the tokens of each row behind which padding begins, in rows of one sequence; else None.
     """
 

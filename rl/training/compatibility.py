@@ -8,10 +8,6 @@ from rl.objective import Objective
 def check_policies(cfg: Objective.Config, trainer: Any) -> None:
     """Refuse terms that compare with a policy that is not there, and policies that no term compares with.
 
-    Args:
-        cfg: the objective.
-        trainer: config of the policy trainer.
-
     Raises:
         ConfigError: names the field.
     """

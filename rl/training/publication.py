@@ -43,8 +43,6 @@ class Publication:
                 versions of which the newest is kept too (`evaluate_every`).
             weights: access to it.
             controller: learns what can be pulled.
-            group: the trainer's processes.
-            events: receive the pushes of this process.
             frozen: paths of the parameters that no update changes: they are copied and pushed once, or, where engines
                 have them already, not at all.
             unrounded: paths of the parameters that no codec may round (`Layer.unrounded`).

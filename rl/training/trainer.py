@@ -76,11 +76,7 @@ class PolicyTrainer(Configurable):
         """Restore the newest checkpoint, or start.
 
         Args:
-            cfg: config of the trainer, as the experiment has completed it.
-            run: open.
-            services: the roles that it calls.
             first: source of version 0; None: the model's own initialisation.
-            processes: group of this trainer; None: this one alone.
             drawing: policy with which engines draw; None: the trainer's.
             devices: devices of the mesh; None: all.
         """
@@ -177,7 +173,6 @@ class PolicyTrainer(Configurable):
         """Return the source of updates; the mesh is set.
 
         Args:
-            objective: the objective.
             parts: `updates`, `reference`, `scores` and `critic`, where there are some; else None.
         """
         cfg, layout, take = self.cfg, self.cfg.layout(), TakeStep(self._controller, self._group)

@@ -91,11 +91,7 @@ def score_answers(
 
 
 class TaskScorer(Scorer, abc.ABC):
-    """A scorer that knows the problems.
-
-    Attributes:
-        mixture: the tasks.
-    """
+    """A scorer that knows the problems."""
 
     class Config(Scorer.Config):
         mixture: ConfigBase[Any] = REQUIRED  # equal to the tasks that drew the problems

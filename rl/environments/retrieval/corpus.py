@@ -68,8 +68,6 @@ class VectorCorpus(Corpus):
         """Embed the passages, or read their index from a file.
 
         Args:
-            passages: what can be found.
-            embedder: vectors of passages and queries.
             file: kept between processes and runs; written where it is not there.
 
         Raises:

@@ -30,7 +30,6 @@ class IndexOptions:
         tree_from: vectors from which there is a tree of clusters.
         scan: rows of a tenant that are compared with a query, which is exact for tenants with so few.
         shortlist: rows of a tenant in a node that is not cut further.
-        seed: seed of the clusters.
     """
 
     tree_from: int = 20_000
@@ -62,7 +61,6 @@ class TenantIndex:
         Args:
             ids: numbers of documents, 0 or more.
             vectors: [count, width] numbers.
-            tenants: names.
 
         Raises:
             UserError: an id is taken, or the vectors are of another width or not finite. Nothing is added then.

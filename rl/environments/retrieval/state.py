@@ -95,7 +95,6 @@ class IndexState:
         """Return the rows of a view nearest to a query, and half their squared distances, less half the query's square.
 
         Args:
-            view: what may be found.
             query: float32 [width].
             count: rows to return.
             limits: rows that are compared, all of a view with so few; rows of a shortlist.

@@ -36,9 +36,7 @@ class Tools:
 
     Attributes:
         events: events of a text, of its call form.
-        tools: the tools by name.
         gains: which of them are run ahead.
-        cfg: rules.
     """
 
     events: Callable[[str], list[Event]]

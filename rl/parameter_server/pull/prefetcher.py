@@ -35,7 +35,6 @@ class Prefetcher:
             newest: always fetch the newest version; else the one that follows the version in use.
             background: fetch ahead at all.
             finish: what is left to be done with the result of `place` on the worker's thread, when it takes it.
-            clock: clock of waits and threads.
             patience: seconds that one request for newer versions waits at the directory.
         """
         self._receiver, self._place, self._newest = receiver, place, newest

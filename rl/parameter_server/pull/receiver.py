@@ -49,7 +49,6 @@ class Peer:
     """Role of a worker's process in the peer-to-peer broadcast.
 
     Attributes:
-        name: name of the process.
         endpoint: where it serves, as text.
         shard_server: what it serves from.
         connect: connects to the shard server of the peer at an endpoint.

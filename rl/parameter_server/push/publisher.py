@@ -42,13 +42,7 @@ class _Linkable(NamedTuple):
 
 
 class _Published(NamedTuple):
-    """Shards that servers hold of the version published last, bases of the next one's deltas.
-
-    Attributes:
-        incarnations: by server.
-        key: key of the version.
-        shards: the shards by server.
-    """
+    """Shards that servers hold of the version published last, bases of the next one's deltas."""
 
     incarnations: dict[int, str]
     key: int
@@ -61,8 +55,6 @@ class Pusher:
 
     Attributes:
         trainer: name of this start of the trainer, another one for every start and the same in all its processes.
-        process: number of this process.
-        processes: number of processes of the trainer.
     """
 
     trainer: str
@@ -87,8 +79,6 @@ class Publisher:
         """Store the settings.
 
         Args:
-            directory: directory of versions.
-            servers: the shard servers.
             pusher: this process; None: the only one of its trainer.
             shared_memory: copy to where other processes of this host can map it.
             deltas: send what has changed since the version that was published last, in codec `delta`; whole shards
@@ -128,8 +118,6 @@ class Publisher:
         arrays may be donated when `Push.snapshot` returns.
 
         Args:
-            params: the weights.
-            version: their version.
             then: called with what was published.
             frozen: paths of the parameters that no update changes.
             before: an older version of this trainer: its copies of frozen parameters are used again.

@@ -136,8 +136,6 @@ def take(
     The devices' arrays may be donated when `Snapshot.wait` returns.
 
     Args:
-        params: the weights.
-        version: their version.
         marks: function that waits for their fingerprints.
         segments: source of shared memory that other processes of this host can map; ordinary memory is used if there
             is too little, or if it is None.

@@ -75,7 +75,6 @@ class OffloadStore:
         """Write a version. It is listed when all of it has been written, and never if that fails.
 
         Args:
-            version: the version's number.
             manifest: any text, which `load` returns.
             shards: tensor, index range, and array of each shard.
 

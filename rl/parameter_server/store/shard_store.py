@@ -46,7 +46,6 @@ class ShardStore:
         """Add shards: all of them or, if one is refused, none. A version exists from its first shard on.
 
         Args:
-            version: the version's number.
             shards: tensor, index range, and the array of that part. Contiguous arrays are kept without a copy, and the
                 caller must not change them any more. A shard that is held already must have the same bytes.
             keep_alive: owner of the arrays' memory, released after the last reader of any of them. A `SharedSegment`

@@ -17,11 +17,8 @@ class Sweeper:
         """Store the settings.
 
         Args:
-            servers: the shard servers.
             used: returns the keys to be kept; called under the lock.
-            lock: lock of the directory.
             delay: seconds from a publication to its sweep; 0: none.
-            clock: clock of the delay.
         """
         self._servers, self._used, self._lock = servers, used, lock
         self._delay, self._clock = delay, clock

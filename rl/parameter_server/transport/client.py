@@ -43,13 +43,11 @@ class RpcClient:
             function counts as a failed call.
         name: name of the server, for errors.
         connect_timeout: seconds to connect, and without progress in a message.
-        retry_timeout: seconds.
         tls: own certificate, or options other than to verify the server by its endpoint's `tls_ca`.
         max_nbytes: replies that announce more are refused.
         on_wait: called with what a call waits for and for how many seconds, once it has lasted (retries included)
             `warn_after` seconds, and whenever that has doubled. The call's field `timeout`, if it has one, is not
             counted.
-        warn_after: seconds.
     """
 
     def __init__(
@@ -82,7 +80,6 @@ class RpcClient:
         """Send a request and wait for the reply.
 
         Args:
-            operation: name of the operation.
             fields: arguments that JSON can hold.
             buffers: bytes to send, C-contiguous; they must not change during the call.
             into: function from the reply's fields and number of bytes to the buffers that receive the bytes. Called

@@ -42,7 +42,6 @@ class SharedSegment:
 
     Attributes:
         name: by which other processes can attach, while this object lives and `unlink` was not called.
-        nbytes: its size.
         buffer: uint8 [nbytes], page-aligned; zeros when new. Read-only where attached. Keeps the memory alive.
     """
 

@@ -73,13 +73,7 @@ class GroupDemonstrations(Configurable):
             objective.require("reward_shaping", free, expected)
 
     def __init__(self, cfg: Config, *, tasks: TaskMixture, tokenizer: Tokenizer):
-        """Read the files, if there are any.
-
-        Args:
-            cfg: the config.
-            tasks: the problems, by id.
-            tokenizer: tokenizer of the policy, see `encode_solution`.
-        """
+        """Read the files, if there are any."""
         self._cfg, self._tasks, self._tokenizer = cfg, tasks, tokenizer
         try:
             self._by_question = None if cfg.files is None else _read(cfg.files)

@@ -45,9 +45,6 @@ class EpisodeLoop:
 
         Args:
             cfg: limits of an episode.
-            make: builds the environment of one.
-            tokenizer: tokenizer of the policy.
-            problem: as the policy was asked it.
             row: for `reset`.
             opened: is given each episode's thread.
             shared: what the episodes of a process share.

@@ -34,8 +34,6 @@ class Episodes:
         """Build nothing yet.
 
         Args:
-            tasks: the problems, by id.
-            tokenizer: tokenizer of the policy.
             seed: seed of the run; with a problem's id it makes the seed of that problem's episodes.
         """
         self._tasks, self._tokenizer, self._seed = tasks, tokenizer, seed
@@ -81,7 +79,6 @@ class Episodes:
         """Return rollouts with the records of their episodes, as far as these are over.
 
         Args:
-            rollouts: rollouts of requests made here.
             partial: those that the requests were made with.
             again: the others may have been made before, and were lost: tag those of environments that are not pure.
 

@@ -53,7 +53,6 @@ class PrefixCache:
         """Make an empty cache.
 
         Args:
-            pool: the source of the pages.
             page_size: tokens per page.
             on_evict: called with each page that is evicted, before it is free.
 

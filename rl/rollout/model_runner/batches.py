@@ -140,10 +140,7 @@ def pack_decode(
     """Pack the sequences, one for each of the first samplers; the other rows, and those of None, are idle.
 
     Args:
-        sequences: sequences of the first rows.
         samplers: sampling parameters of all rows.
-        layout: sizes and optional arrays.
-        drafts: drafted tokens of all rows.
         room: tokens that each sequence may draw with drafts, at most.
         tiles: in which the sequences stand.
     """

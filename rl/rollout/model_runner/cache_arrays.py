@@ -33,9 +33,7 @@ class CacheArrays:
         """Describe the arrays; `take` allocates the pool.
 
         Args:
-            cfg: the engine's.
             model: abstract, as the engine computes with it.
-            buckets: sizes of the windows.
             kernel: pages are in the form of the kernel for TPUs.
             in_pages: decoding reads the pages themselves, so there are no windows.
             expanded: the keys of all heads are cached; otherwise the latents of a model that has them.

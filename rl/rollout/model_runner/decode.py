@@ -246,12 +246,10 @@ def paged_context(
     """Return the context of a step on the pages: by the kernel for TPUs, or by XLA, which is None.
 
     Args:
-        batch: rows of the dispatch.
         lengths: int32 [r], tokens of each row in the pool.
         counts: int32 [r], tokens that are fed now.
         chunk: the most of them.
         pages: pages of one layer.
-        kernel: kernel of attention.
     """
     places: Any = batch.page_table, lengths, counts
     sizes: dict[str, Any] = {"chunk": chunk, "pages": pages}

@@ -32,8 +32,6 @@ class Executor:
     """The calls of the model runners of all processes of an engine: this one's, and the remote runners'.
 
     Attributes:
-        runner: this process's.
-        buckets: sizes of dispatches.
         ready: the compiled programs that dispatches keep to; None: each takes what fits it best, and may compile it.
     """
 
@@ -191,7 +189,6 @@ class Executor:
         Args:
             sequences: best the longest first.
             waiting: other sequences could use a row that becomes free.
-            drafts: drafts of the rows; None: a dispatch without.
             room: tokens that each sequence has pages for, with drafts.
             tiles: in which the sequences are arranged, with None for idle rows; None: in none.
         """

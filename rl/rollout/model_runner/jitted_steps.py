@@ -45,10 +45,7 @@ def jitted_steps(
     """Return the steps of an engine, those of an earlier one in this process if they compute the same.
 
     Args:
-        cfg: the engine's.
         graphdef: graph definition of the model, with the parameters that the steps are called with.
-        layers: layers of the model.
-        mesh: mesh of the engine.
         kernel: kernel of attention, for TPUs; None: XLA.
         in_pages: decoding reads the pages themselves, and not windows.
         adapters: batches have them; told apart, as is the cache's type, so that what each kind of engine compiles can
@@ -96,11 +93,6 @@ class JittedSteps:
         """Wrap the steps; nothing is traced yet.
 
         Args:
-            graphdef: graph definition of the model.
-            layers: layers of the model.
-            settings: settings of decoding.
-            numerics: numerics of the model.
-            options: options of the compiler for prefill and decoding.
             one_batch: all devices have all rows; an axis for experts shards those and nothing else.
         """
         self._graphdef, self._layers, self._settings = graphdef, layers, settings

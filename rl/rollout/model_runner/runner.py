@@ -31,15 +31,11 @@ class ModelRunner:
     """Runs prefill and decoding of batches; knows nothing of sequences and queues.
 
     Attributes:
-        cfg: the engine's.
         params: weights in place; None: there are none yet, or the engine sleeps.
         bank: bank of LoRA adapters, if they are served.
-        buckets: sizes of the dispatches.
-        cache: pages and windows.
         kernel: kernel of attention, on TPUs; None: XLA.
         redraws: a chunk of tokens over drafts has the sums of single ones, or as near as the platform has them.
         kernel_choice: block sizes of the kernel and what its self-test has found, as fields of an event.
-        steps: what is dispatched.
     """
 
     def __init__(
@@ -48,7 +44,6 @@ class ModelRunner:
         """Make the programs and the memory that they work in.
 
         Args:
-            cfg: the engine's.
             described: devices to compile for that are not there (see aot.py); nothing is allocated on them.
             adapters: room for LoRA adapters, of which every row may use another one; None: there is none.
         """

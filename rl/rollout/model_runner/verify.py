@@ -86,11 +86,8 @@ def redraw(
     `decode_drafts`, and as long as most drafts are right, less than in `decode`. There are no tables.
 
     Args:
-        model: model with its weights.
-        pool: pages of all layers.
         batch: `draft` int32 [r, c - 1], `depth` int32 [r], how many of them each row has; `remaining` is at least one
             more, or 0 in idle rows.
-        settings: settings of the engine's decoding.
         plain: the sampling parameters of every row are.
 
     Returns:

@@ -60,8 +60,6 @@ class WeightLayout:
         """Describe the layout.
 
         Args:
-            model: config of the decoder.
-            mesh: mesh of the engine.
             stacked: layers are a stack, for kernels.
             stored: the form in which blocks hold their matrices.
             longest: tokens of a row of calibration that are used.

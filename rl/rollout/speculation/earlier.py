@@ -77,7 +77,6 @@ class EarlierRollouts:
         """Return dispatches that verify earlier rollouts of these sequences; none: decoding is as good.
 
         Args:
-            sequences: those with earlier rollouts, and the tokens that each has pages for.
             plain_rows: rows of the dispatch that would decode them, and others.
             plain: sequences that it would decode.
         """

@@ -67,8 +67,6 @@ class Speculation(Configurable):
         """Return drafts for a dispatch; None: it goes on better without.
 
         Args:
-            sequences: sequences of the dispatch.
-            rows: rows of its shape.
             plain_rows: rows of its shape without drafts.
         """
         chunk, length = chunk_of(self._cfg, rows), self._cfg.text

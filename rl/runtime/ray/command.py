@@ -26,10 +26,8 @@ def begin_drivers(
     """Divide this process into a command and its driver, where roles run on this machine alone; returns in drivers.
 
     Args:
-        cfg: the experiment's, which has been checked.
         run_dir: the run directory; one in a bucket has copies that a driver must not leave to another.
         trace: what the command kills.
-        say: prints a line for the user.
 
     Returns:
         What the driver has to kill itself: all of the trace, if this process is not divided, else nothing.

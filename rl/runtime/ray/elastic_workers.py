@@ -54,8 +54,6 @@ def run_elastic_worker(
     """Work for the run in `run_dir` until it is over, or until SIGTERM or Ctrl-C.
 
     Args:
-        run_dir: the run.
-        name: name in events and reports.
         say: called with one line when it has joined, and when it leaves.
         make: makes what joins from the run's config and its parameter server; None: a rollout worker.
 

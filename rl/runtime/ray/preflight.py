@@ -41,7 +41,6 @@ def check_cluster(address: str, wait: float = 0.0) -> None:
     """Check that something listens at the address of a Ray cluster: Ray itself would try for many minutes.
 
     Args:
-        address: address of the cluster.
         wait: seconds that it may take to start.
 
     Raises:

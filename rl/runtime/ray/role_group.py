@@ -30,7 +30,6 @@ class Report:
 
     Attributes:
         name: name that it has now: a spare that took over has that of the process whose place it took.
-        pid: its process id.
         incarnation: id of this process of the actor.
         term: number of the trainer that it is, or that has called it.
         runs: it runs its loop, or has done so.

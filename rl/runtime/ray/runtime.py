@@ -43,11 +43,8 @@ def run_ray(
     If Ray's own processes die and this command started them, Ray and all roles are restarted from the last checkpoint.
 
     Args:
-        experiment: what to run.
-        run: the run directory.
         stop: True ends the run after the current update.
         on_step: called with the number of completed updates.
-        say: prints a line for the user.
         preempted: True if the machine is about to be taken away: the run ends within `timeouts.grace`, saved or not.
         faults: what to kill, to see that the run recovers; None: nothing.
 

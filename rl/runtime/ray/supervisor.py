@@ -42,9 +42,6 @@ class Supervisor:
         """Start all actors, but those that a former driver has left at work.
 
         Args:
-            cfg: the experiment's.
-            run: the run directory.
-            say: prints a line for the user.
             reservation: the devices of trainer, reference and workers.
             faults: what to kill (see `FaultInjection`).
         """

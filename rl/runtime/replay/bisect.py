@@ -73,11 +73,8 @@ def bisect(
     """Return where two runs part; None: what is compared is the same.
 
     Args:
-        a: record of a run.
-        b: record of the other.
         trace_a: makes an update of the one again, where and how that run was made.
         trace_b: the other's.
-        text: text of tokens.
         update: compare this update, whatever the records say; None: the first that differs by them.
     """
     if update is None:

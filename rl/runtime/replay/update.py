@@ -59,7 +59,6 @@ class Replay:
     """An update that was made again.
 
     Attributes:
-        update: its number.
         start: updates of the checkpoint from which it was made; 0: the run's start.
         unequal: the first update from there that has not come out as recorded, and what of it; None: all are equal.
         trace: what the update was made of.
@@ -112,8 +111,6 @@ def replay(
     """Make an update again, and compare it and those on the way with what the run has recorded.
 
     Args:
-        record: record of the run.
-        update: number of the update, from 1.
         changes: make it once more with these.
         since: begin at a checkpoint of at most so many updates; None: at the nearest.
         deep: trace gradients and marks of activations, too.

@@ -78,7 +78,6 @@ class SimulatedEngine:
     """The part of `RolloutEngine` that a worker calls.
 
     Attributes:
-        cfg: sizes.
         version: version of its weights; -1: it has none.
         busy_seconds: seconds in which it drew.
         slow: factor of its durations: a slow host.
@@ -89,7 +88,6 @@ class SimulatedEngine:
 
         Args:
             cfg: config of the real engine.
-            durations: seconds of its dispatches.
             lengths: tokens of the answers.
             work: lets the seconds of a computation pass, longer where others compute on the same cores.
             now: returns the time, and the share of updates that are done.

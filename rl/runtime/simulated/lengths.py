@@ -29,7 +29,6 @@ class AnswerLengths:
         Args:
             sorted_lengths: equally likely lengths, ascending.
             longest: limit of an answer's tokens.
-            seed: seed of the draws.
             growth: share by which lengths grow until the last update.
         """
         self._table, self._longest, self._seed, self._growth = np.asarray(sorted_lengths), longest, seed, growth

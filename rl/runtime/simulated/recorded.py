@@ -11,11 +11,7 @@ from mesh.files.written import open_written
 
 
 class RecordedEvents(EventLog):
-    """An event log that is written at `flush`.
-
-    Attributes:
-        rows: all rows.
-    """
+    """An event log that is written at `flush`."""
 
     def __init__(self, path: Path, clock: RunClock, grain: int = 1):
         """`grain`: tokens for which each of a rollout's arrays stands."""

@@ -45,7 +45,6 @@ class SimulationPlan:
 
     Attributes:
         cfg: the experiment, on its fleet.
-        durations: seconds, bytes and prices.
         lengths: tokens of answers.
         hours: end of the simulation, if the updates have not ended before.
         failures: by time.
@@ -75,10 +74,8 @@ class Simulation:
     """One run; `run` returns when its time is over.
 
     Attributes:
-        clock: the clock.
         trainer_log: what the trainer has done.
         engines: engines by worker, of all incarnations.
-        events: events so far.
         alive: times from which and until which each worker lived.
         finished: all updates are made.
     """

@@ -51,12 +51,7 @@ class TrainerParts:
     """Parts of a trainer.
 
     Attributes:
-        cfg: config of the real trainer.
-        clock: the clock.
-        links: the network.
-        server: the parameter server.
         controller: calls of the controller.
-        events: log of the run.
         work: lets the seconds of a computation pass on so many cores.
     """
 

@@ -23,7 +23,6 @@ class Links:
     """The network between the roles, and what moves over it.
 
     Attributes:
-        clock: the clock.
         flows: flows on the links; with one host there are none, and transfers take `Durations.push` and `.pull` alone.
         durations: seconds beside transfers.
         nbytes: bytes of a version.

@@ -67,10 +67,7 @@ def read_grammar(
     """Read the form that answers must have, None for any.
 
     Args:
-        fields: fields of the request.
-        context: limits and tokenizer of the server.
         forced: functions of which one at least must be called.
-        tools: the request's.
         style: how the policy writes calls.
 
     Raises:

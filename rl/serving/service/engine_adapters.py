@@ -29,7 +29,6 @@ class EngineAdapters:
         """Begin with an empty engine.
 
         Args:
-            engine: the engine.
             places: adapters that it holds at the same time.
             read: returns an adapter by name; it is called in a thread of its own.
             lock: guards the state of this object and of its owner.

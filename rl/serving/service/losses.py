@@ -167,7 +167,6 @@ def loss_arrays(loss: LossName, numbers: Mapping[str, float], datum: Datum, whic
     With several targets a token there are `weights` alone, [length, targets], for `target_losses`.
 
     Args:
-        loss: name of the loss.
         numbers: those of `loss_numbers`.
         datum: the row; of its targets, only the shape is looked at.
         which: name of the row, for errors.

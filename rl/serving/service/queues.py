@@ -43,7 +43,6 @@ class ModelQueue:
     Attributes:
         tenant: its owner.
         created: seconds since the epoch.
-        spec: description of the adapter.
         next: the number that runs next.
         kept_from: the first number whose answer is kept.
         answers: futures of requests by number.

@@ -63,8 +63,6 @@ class WaitingRow:
     Attributes:
         index: number of its pass.
         row: number in its pass.
-        job: its pass.
-        program: its program.
         arrays: its tokens, targets and inputs of the loss by name, [length], or [length, targets].
     """
 

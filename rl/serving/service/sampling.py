@@ -74,8 +74,6 @@ class SamplingQueue:
         """Begin without requests.
 
         Args:
-            engine: the engine's thread, started by the owner.
-            cfg: the engine's config.
             share: order of tenants.
             read: returns the adapter of a name, which `sample` gives.
             places: adapters that the engine has room for.

@@ -30,7 +30,6 @@ class SlotState:
     """A model in host memory: float32 arrays by the paths of their matrices, in the rank of the spec.
 
     Attributes:
-        spec: the spec.
         step: optimizer steps taken.
         factors: the adapter, without its scale.
         first: Adam's means of gradients; None: zero.
@@ -58,7 +57,6 @@ def write_state(
 
     Args:
         path: the file; its folder is made.
-        state: the state.
         notes: other values for the header, as JSON has them.
         base: name of the base; a reader that gives another name is refused.
         optimizer: with steps, moments and gradients, too.
@@ -88,7 +86,6 @@ def read_state(path: Path, *, base: str | None = None) -> tuple[SlotState, dict[
     """Return a state and its notes.
 
     Args:
-        path: the file.
         base: name of the base that it has to be of; None: any.
 
     Raises:

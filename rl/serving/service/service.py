@@ -28,7 +28,6 @@ class AdapterService:
     can read it; any other is a fault of the service. Ids carry their tenants: one of another is unknown (`UnknownId`).
 
     Attributes:
-        base: the base.
         slots: training slots, which only the service's own thread touches while it runs.
         samplers: open samplers, and what is drawn from them.
     """
@@ -44,7 +43,6 @@ class AdapterService:
         """Take over what a service before this one has left in the folder, and start both threads.
 
         Args:
-            base: the base.
             engine: has the base's weights, and room for adapters.
             slots: empty.
             folder: folder of the service's state; no other process may use it.

@@ -44,7 +44,6 @@ class TrainingSlots:
     """Adapters of one base, their gradients and their optimizers' moments.
 
     Attributes:
-        limits: the sizes.
         known: matrices that can be adapted, by path.
         info: what is adapted and what not, as texts by name.
     """
@@ -55,7 +54,6 @@ class TrainingSlots:
         Args:
             model: config of the base; its wrappers are not used.
             params: parameters of the plain model, which are read and never donated: others may use the same arrays.
-            limits: the sizes.
             mesh: a mesh of one device, if the parameters lie on one.
 
         Raises:
@@ -117,7 +115,6 @@ class TrainingSlots:
         """Let a model continue from a state; one that has no slot gets one.
 
         Args:
-            model: name of the model.
             state: as `state` returns it.
             optimizer: with moments, number of steps and gradients, too; False: they are zero.
 

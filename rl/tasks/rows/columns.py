@@ -149,7 +149,6 @@ def form_columns(form: RowForm, where: str, *, reference: bool) -> Columns.Confi
     The answer is a reference, else what the rows would have a policy learn.
 
     Args:
-        form: the form.
         where: file, for errors.
         reference: refuse rows that have neither; else the answer may be None, which needs a reward of the user's own.
 

@@ -70,9 +70,6 @@ def arrange(
     does not depend on the layout.
 
     Args:
-        headers: headers of the batch's groups, of any sizes.
-        objective: the objective, which says what is live.
-        layout: the rows.
         parts: maps the live groups to those of each mini-batch, both bool[groups]; None: there is one mini-batch.
         divergence: divergence of every token of every rollout from the reference, [rollouts, max_new_tokens], if the
             objective needs it.

@@ -48,11 +48,8 @@ def token_metrics(
     `shared_tokens`, a fraction of all their tokens.
 
     Args:
-        headers: headers of the batch's groups.
         live: bool[groups, samples], rollouts that are learned from.
         mask: bool[groups, samples, max_new_tokens], tokens that the policy drew.
-        microbatches: all rows.
-        layout: layout of the rows.
     """
     placed = [group for microbatch in microbatches for row in microbatch.rows for group in row]
     trained = sum(int(mask[g, list(rollouts)].sum()) + headers[g].prompt_length - 1 for g, rollouts in placed)

@@ -78,8 +78,6 @@ class Critic(RolloutValues):
         """Describe the state; the mesh is set.
 
         Args:
-            cfg: the critic's config.
-            policy: config of the policy's model.
             sizes: the greatest numbers of tokens, and of what the rows of a batch are a multiple.
             microbatches: parts whose gradients are accumulated.
         """

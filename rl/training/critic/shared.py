@@ -67,9 +67,6 @@ class SharedCritic(RolloutValues):
         """Make the program that scores; the mesh is set.
 
         Args:
-            cfg: the critic's config.
-            policy: config of the policy's model.
-            graphdef: the policy's graph definition.
             sizes: the greatest numbers of tokens, and of what the rows of a batch are a multiple.
         """
         super().__init__(sizes)

@@ -102,7 +102,6 @@ class RolloutValues(Configurable, abc.ABC):
         """Update by a batch, of which something is live, where critics do so by themselves; return metrics.
 
         Args:
-            headers: headers of the batch.
             contents: as of `values`.
             values: as of `values`.
             returns: targets, [rollouts, max_new_tokens].
@@ -139,7 +138,6 @@ def values_of_rows(
     """Return float32 values [rows, length] of the states after each token, and the layers' auxiliary outputs.
 
     Args:
-        model: a decoder.
         rows: the arrays of `RolloutValues.describe_rows`, complete on all devices that share a row.
         read: maps final hidden states and their context to values, one number a token.
     """

@@ -82,10 +82,7 @@ class LogprobDiff:
         """Make the programs that score.
 
         Args:
-            graphdef: graph definition of the policy.
-            spec: settings of the update.
             sizes: the greatest numbers of tokens, and of what the rows that are scored together are a multiple.
-            group: processes of the trainer.
             bounds: metrics of `difference_bounds`.
             reference: graph definition of a reference policy that is another model and scored here.
             another_model: the reference is another model, here or elsewhere, whose routers choose for themselves.
@@ -119,9 +116,7 @@ class LogprobDiff:
 
         Args:
             batches: the rows of this process and the arrays on the devices, of each microbatch.
-            headers: headers of the batch.
             contents: the rollouts of `rows` of this process, at least.
-            params: parameters of the policy.
         """
         differences = [np.zeros(0, np.float32)]
         for batch, arrays in batches:

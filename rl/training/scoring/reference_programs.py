@@ -21,7 +21,6 @@ class DescribedReference(NamedTuple):
 
     Attributes:
         mesh: mesh of its devices, which need not exist.
-        params: its parameters, described.
         rows: jitted `(params, arrays) -> log-probabilities`, by the forward pass of the update.
         rollouts: jitted `(params, tokens=, targets=, temperature=) -> Chosen`, in the engine's order of sums.
     """

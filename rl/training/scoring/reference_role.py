@@ -52,7 +52,6 @@ class ReferenceScorer:
         """Read the parameters; those of a reference that is reset, when the first update compares with them.
 
         Args:
-            cfg: the trainer's config, complete.
             first: source of version 0 of the policy; None: the model's own initialisation.
             devices: devices of the mesh; None: all.
             saved: later versions that the reference may be reset to.

@@ -50,9 +50,6 @@ class PolicyUpdates:
         """Connect the steps with what is around them.
 
         Args:
-            steps: the way of a batch.
-            publication: versions of the weights.
-            events: events of the run.
             observers: what acts on a batch before the updates, in this order.
             beside: what follows the updates and is saved beside the policy.
             scores: the policy that the objective compares with, if it does.

@@ -34,9 +34,6 @@ class RewardModel(TaskScorer):
 
     In `Verifier` it runs on the CPU of the verifier's processes, which need the memory (`memory_mb`) and the time
     (`deadline_s`) for it; in `InlineVerifier` on a device of the caller.
-
-    Attributes:
-        tokenizer: tokenizer of the model.
     """
 
     class Config(TaskScorer.Config):

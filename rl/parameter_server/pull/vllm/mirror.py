@@ -109,10 +109,8 @@ class Mirror:
         """Store the settings.
 
         Args:
-            weights: client of the parameter server.
             convert: from parameters to tensors under the names of the model that vLLM serves. A tied head is needed
                 under its own name too: vLLM 0.32 leaves it as it was if the embedding alone comes (seen on CPU).
-            server: where they go.
             folder: folder that the server's host reads, too; a file of the size of the model is there at a time.
             say: called with each version that was sent.
         """

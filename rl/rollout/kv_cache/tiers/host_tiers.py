@@ -30,7 +30,6 @@ class HostTiers(Configurable):
 
     Attributes:
         form: arrays of the engine's pages.
-        costs: measured rates.
     """
 
     class Config(ConfigBase["HostTiers"]):

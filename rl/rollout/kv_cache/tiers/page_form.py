@@ -50,7 +50,6 @@ class PageForm:
 
     Attributes:
         arrays: shape and dtype of each, for all layers.
-        codec: encodes each array.
     """
 
     arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]

@@ -53,7 +53,6 @@ def wait_for_nodes(stop: Callable[[], bool], check: Callable[[], None], say: Cal
     Args:
         stop: True ends the wait.
         check: raises if Ray itself has died.
-        say: prints a line for the user.
     """
     text = os.environ.get(NODES_VARIABLE, "0")
     needed, said = int(text) if text.isdecimal() else 0, 0.0

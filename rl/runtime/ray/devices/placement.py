@@ -45,12 +45,8 @@ def start_actor(
     """Start the actor of a role; Ray restarts it whenever its process ends.
 
     Args:
-        cfg: the experiment's config.
-        run: the run directory.
         kind: "trainer", "worker", "reference", or one of `SERVICES`.
-        name: name of the role.
         slot: where it starts, with devices of its own; None: it is assigned to a node, and uses what that shows.
-        token: the secret with which roles connect to the parameter server.
         namespace: under which the actor is found by its name.
         lasting: it outlives the driver.
     """

@@ -81,7 +81,6 @@ class Reservation:
         """Reserve all devices, and return when all are there.
 
         Args:
-            requests: requests of the roles.
             names: names of the processes of each instance of each role.
             wait: for devices that others use.
 

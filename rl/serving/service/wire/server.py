@@ -112,7 +112,6 @@ class ServiceServer(Configurable):
         """Begin without requests.
 
         Args:
-            cfg: limits.
             service: trains and samples; closed at the end.
             keys: {tenant: API key}.
             tokenizer: tokenizer of the base, for OpenAI's completions; None: there are none.

@@ -59,8 +59,6 @@ def power(value: Number, exponent: Number, *, real: bool) -> Number:
     """Return a power.
 
     Args:
-        value: the base.
-        exponent: the exponent.
         real: only real values count.
 
     Raises:

@@ -32,7 +32,6 @@ def evaluate(text: str, names: bool = True, base: int = 0) -> Values:
     r"""Return the values of an expression in LaTeX as `latex_of` gives it.
 
     Args:
-        text: the expression.
         names: letters stand for themselves; False: the first letter of one text for the first of another.
         base: that of a logarithm that is written without one; 0: e.
 

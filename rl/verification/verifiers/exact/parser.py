@@ -35,7 +35,6 @@ class Parser:
         """Begin to read.
 
         Args:
-            tokens: the expression.
             letter: gives the value of a letter.
             base: that of a logarithm without one; 0: e.
             real: only real values count.
