@@ -158,7 +158,7 @@ def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Con
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-    """The roles that a worker or a trainer calls; of each policy its own, where there are several ("": the only one)."""
+    """The roles that a worker or a trainer calls, by policy where there are several ("": the only one)."""
 
     controller: Any
     controllers: dict[str, Any]
