@@ -26,6 +26,19 @@ def page(package: str) -> str:
     return "\n".join(blocks)
 
 
+def comment_of(lines: list[str], first: int, last: int) -> str:
+    """Return the comment behind the statement of these lines, or above it; "" if there is none."""
+    _, mark, behind = lines[last - 1].partition("  # ")
+    if mark:
+        return behind.strip()
+    above: list[str] = []
+    for line in reversed(lines[: first - 1]):
+        if not line.strip().startswith("# "):
+            break
+        above.insert(0, line.strip().removeprefix("# "))
+    return " ".join(above)
+
+
 def on_config(config: "MkDocsConfig") -> "MkDocsConfig":
     """Add the API pages to the navigation, a section for each room."""
     names = [room.replace("/", ".") for room in ROOMS]

@@ -50,3 +50,22 @@ def test_every_public_name_is_on_an_api_page(hooks: ModuleType) -> None:
     [plugin] = [plugin for plugin in SITE["plugins"] if not isinstance(plugin, str)]
     options = plugin["mkdocstrings"]["handlers"]["python"]["options"]
     assert options["show_if_no_docstring"] and options["filters"] == ["!^_"]
+
+
+def test_a_comment_is_the_description_of_its_field(hooks: ModuleType) -> None:
+    lines = [
+        "@dataclass",
+        "class Lease:",
+        "    id: int",
+        "    # Those to continue;",
+        "    # none for new ones",
+        "    partial: x = y(",
+        "        z",
+        "    )",
+        "    seconds: float = 0.0  # from its grant",
+    ]
+    assert [hooks.comment_of(lines, *place) for place in ((3, 3), (6, 8), (9, 9))] == [
+        "",
+        "Those to continue; none for new ones",
+        "from its grant",
+    ]

@@ -9,17 +9,11 @@ Row = Mapping[str, Any]  # the metrics of an update
 
 
 class Rule(Protocol):
-    """A rule.
+    """A rule."""
 
-    Attributes:
-        name: name of the alarm in report.json.
-        meaning: what happened, and what to look at.
-        lasting: the alarm is on until it is over; else each update is judged by itself.
-    """
-
-    name: str
-    meaning: str
-    lasting: bool
+    name: str  # name of the alarm in report.json
+    meaning: str  # event, and what to look at
+    lasting: bool  # the alarm is on until it is over; else each update is judged by itself
 
     def observe(self, row: Row) -> str | None:
         """Return the finding after this update if the alarm is on, else None."""

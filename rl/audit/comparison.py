@@ -11,16 +11,11 @@ from rl.protocol.messages import Prompt, Rollout, Score
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """First difference of two drawings of a rollout.
+    """First difference of two drawings of a rollout."""
 
-    Attributes:
-        what: tokens, log-probabilities, versions, actions, end or reward.
-        position: position of the token in the completion; None for an end or a reward.
-        one, other: the values, as text.
-    """
-
-    what: str
-    position: int | None
+    what: str  # tokens, log-probabilities, versions, actions, end or reward
+    position: int | None  # position of the token in the completion; None for an end or a reward
+    # `one`, `other`: the values, as text
     one: str
     other: str
 
@@ -35,14 +30,10 @@ class Rounding:
 
     A token is the largest of log-probability plus noise, and the noise is known: the two largest sums differ by no more
     than log-probabilities do. So a token may be another one, if both sums are equal up to the bound.
-
-    Attributes:
-        bound: limit of the difference of two log-probabilities.
-        seed: seed of the draws (`draw_seed` of the run's and the prompt's).
     """
 
-    bound: float
-    seed: int
+    bound: float  # limit of the difference of two log-probabilities
+    seed: int  # seed of the draws (`draw_seed` of the run's and the prompt's)
     vocab: int
 
     def noise(self, prompt: int, sample: int, position: int) -> np.ndarray:

@@ -10,17 +10,12 @@ from rl.rollout.request import draw_seed
 
 @dataclasses.dataclass(frozen=True)
 class AuditTerms:
-    """Terms by which drawings of several classes of hardware are compared.
-
-    Attributes:
-        cpu_bound: limit of the difference of two log-probabilities that two CPUs give.
-        bound: limit otherwise.
-    """
+    """Terms by which drawings of several classes of hardware are compared."""
 
     seed: int
     vocab: int
-    cpu_bound: float
-    bound: float
+    cpu_bound: float  # limit of the difference of two log-probabilities that two CPUs give
+    bound: float  # limit otherwise
 
     def difference(self, prompt: Prompt, one: "AuditedDraw", other: "AuditedDraw") -> Difference | None:
         """Return the first difference of two drawings, exactly for one class of hardware; None: there is none."""

@@ -36,18 +36,12 @@ class RolloutName(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A rollout of the ledger.
-
-    Attributes:
-        tokens: 64 bits of a digest of its tokens, which of them are actions, and its end.
-        logprobs: 32 bits of a digest of its log-probabilities' bits.
-        reward: as a float32; -inf where the verifier could not give one.
-    """
+    """A rollout of the ledger."""
 
     name: RolloutName
-    tokens: int
-    logprobs: int
-    reward: float
+    tokens: int  # 64 bits of a digest of its tokens, which of them are actions, and its end
+    logprobs: int  # 32 bits of a digest of its log-probabilities' bits
+    reward: float  # float32; -inf where the verifier could not give one
 
     def difference(self, other: "Entry") -> str | None:
         """Return what differs in another entry of the same place; None: nothing."""

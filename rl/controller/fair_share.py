@@ -20,15 +20,10 @@ _SMOOTHING = 0.25  # weight of the newest cost in the mean cost of a name
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quota:
-    """Limits of a name beside its weight; None: there is none.
+    """Limits of a name beside its weight; None: there is none."""
 
-    Attributes:
-        tokens_per_second: mean over any time that is long against a piece of work.
-        tokens_in_flight: tokens of what is chosen and not charged yet; a single piece may have more.
-    """
-
-    tokens_per_second: float | None = None
-    tokens_in_flight: float | None = None
+    tokens_per_second: float | None = None  # mean over any time that is long against a piece of work
+    tokens_in_flight: float | None = None  # tokens of what is chosen and not charged yet; a single piece may have more
 
     def check(self, where: str) -> None:
         """Refuse limits that are none (UserError); `where` begins the message."""

@@ -30,17 +30,11 @@ _FAMILY_DISCOUNT = 0.97  # discount of a family's results at each further group:
 
 
 class ChosenProblem(NamedTuple):
-    """A problem of a step: a new one of a family, or one that was drawn before.
+    """A problem of a step: a new one of a family, or one that was drawn before."""
 
-    Attributes:
-        draw: how often it was drawn before; 0: it is new.
-        family: number of its family in the mixture.
-        number: for of a new one the family's turn, else the problem's id.
-    """
-
-    draw: int
-    family: int
-    number: int
+    draw: int  # earlier drawings; 0: it is new
+    family: int  # number of its family in the mixture
+    number: int  # the family's turn of a new one, else the problem's id
 
 
 @dataclasses.dataclass(slots=True)

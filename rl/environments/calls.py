@@ -23,18 +23,12 @@ def json_or(text: Any, default: Any) -> Any:
 
 
 class Call(NamedTuple):
-    """A call as an action spells it.
-
-    Attributes:
-        arguments: by name; None: `text` holds them.
-        text: the only argument, or a JSON object of several.
-        error: what is wrong with the form; "" for nothing.
-    """
+    """A call as an action spells it."""
 
     tool: str = ""
-    arguments: Mapping[str, Any] | None = None
-    text: str = ""
-    error: str = ""
+    arguments: Mapping[str, Any] | None = None  # arguments by name; None: `text` holds them
+    text: str = ""  # the only argument, or a JSON object of several
+    error: str = ""  # fault of the form; "" for none
 
 
 class CallForm(Configurable, abc.ABC):

@@ -33,32 +33,20 @@ class Ask(NamedTuple):
     """An observation as tokens, of an environment that keeps the policy's tokens by itself.
 
     The action that follows is a `Rollout` of the tokens drawn, in place of a text.
-
-    Attributes:
-        tokens: int32, all of the episode so far as the policy has seen and drawn it, then what is new.
-        max_new_tokens: limit of the action; None: the environment's.
-        strings: texts that end the action.
-        messages: what is new, as role and content, for those who read the episode.
     """
 
-    tokens: np.ndarray
-    max_new_tokens: int | None = None
-    strings: tuple[str, ...] = ()
-    messages: tuple[Mapping[str, Any], ...] = ()
+    tokens: np.ndarray  # int32, all of the episode so far as the policy has seen and drawn it, then what is new
+    max_new_tokens: int | None = None  # limit of the action; None: the environment's
+    strings: tuple[str, ...] = ()  # texts that end the action
+    messages: tuple[Mapping[str, Any], ...] = ()  # new messages, as role and content, for those who read the episode
 
 
 class Step(NamedTuple):
-    """Answer of an environment to an action. A plain tuple of the three will do.
+    """Answer of an environment to an action. A plain tuple of the three will do."""
 
-    Attributes:
-        observation: text that the policy sees next, or an `Ask`; "" for nothing. It is not learned from.
-        reward: for this action; a finite number.
-        done: the episode is over.
-    """
-
-    observation: Any = ""
-    reward: float = 0.0
-    done: bool = False
+    observation: Any = ""  # text that the policy sees next, or an `Ask`; "" for nothing. It is not learned from.
+    reward: float = 0.0  # a finite number, for this action
+    done: bool = False  # the episode is over
 
 
 class Environment(Configurable, abc.ABC):

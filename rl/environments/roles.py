@@ -32,34 +32,22 @@ _PLAYER = re.compile(r"([^@]+)(?:@(-?)(\d+))?")
 
 
 class NextRole(NamedTuple):
-    """Answer of a role environment, at its start and to each action.
+    """Answer of a role environment, at its start and to each action."""
 
-    Attributes:
-        role: role that acts next.
-        observation: text that it is shown; nobody learns from it.
-        rewards: finite numbers by role, for what has happened; those of roles that are not named are 0.
-        done: the episode is over; nobody acts.
-    """
-
-    role: str = ""
-    observation: str = ""
+    role: str = ""  # role that acts next
+    observation: str = ""  # text that it is shown; nobody learns from it
+    # Finite numbers by role, for what has happened; those of roles that are not named are 0
     rewards: Mapping[str, float] = {}
-    done: bool = False
+    done: bool = False  # the episode is over; nobody acts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Player:
-    """A player of a role: a policy that learns, a version of one that is frozen, or the base.
+    """A player of a role: a policy that learns, a version of one that is frozen, or the base."""
 
-    Attributes:
-        policy: name of the policy; "": the base.
-        back: versions before that of the policies that learn; None: not given.
-        version: number of a version, which plays from then on; None: not given.
-    """
-
-    policy: str
-    back: int | None = None
-    version: int | None = None
+    policy: str  # name of the policy; "": the base
+    back: int | None = None  # versions before that of the policies that learn; None: not given
+    version: int | None = None  # number of a version, which plays from then on; None: not given
 
     @property
     def learns(self) -> bool:
@@ -77,13 +65,10 @@ class RoleEnvironment(Environment):
     """One episode of several roles: `reset` and `step` return a `NextRole`, whose action comes next."""
 
     class Config(Environment.Config):
-        """Fields of a role environment; `max_turns` counts the actions of all roles.
+        """Fields of a role environment; `max_turns` counts the actions of all roles."""
 
-        Attributes:
-            players: player by role: "NAME", a policy that learns; "NAME@-4", its version of 4 updates before;
-                "NAME@12", its version 12 once that is made, until then the newest; "base", the model without adapter.
-        """
-
+        # Player by role: "NAME", a policy that learns; "NAME@-4", its version of 4 updates before; "NAME@12", its
+        # version 12 once that is made, until then the newest; "base", the model without adapter
         players: dict[str, str] = REQUIRED
 
         @override

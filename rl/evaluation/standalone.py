@@ -33,23 +33,16 @@ from rl.tasks.prompts import PromptMaker
 
 @dataclasses.dataclass(frozen=True)
 class Respondent:
-    """A policy that answers problems, and what scores its answers.
-
-    Attributes:
-        maker: makes the prompts.
-        at_once: problems that the engine gets at a time.
-        episodes: episodes of the tasks' environments; None: they have none.
-        interruption: long thinking is interrupted; None: it is not.
-        earlier: by problem id, tokens that the same keys have drawn from another policy: drafts (`earlier_tokens`).
-    """
+    """A policy that answers problems, and what scores its answers."""
 
     engine: RolloutEngine
     tokenizer: Tokenizer
     verifier: ScoreSource
-    maker: PromptMaker
-    at_once: int
-    episodes: Episodes | None = None
-    interruption: Interruption | None = None
+    maker: PromptMaker  # makes the prompts
+    at_once: int  # problems that the engine gets at a time
+    episodes: Episodes | None = None  # episodes of the tasks' environments; None: they have none
+    interruption: Interruption | None = None  # long thinking is interrupted; None: it is not
+    # By problem id, tokens that the same keys have drawn from another policy: drafts (`earlier_tokens`)
     earlier: Mapping[int, tuple[np.ndarray, ...]] = dataclasses.field(default_factory=dict[int, tuple[np.ndarray, ...]])
 
     def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:

@@ -32,27 +32,16 @@ _SMALLEST_SHARE = 0.01  # smallest share of a GPU
 
 @dataclasses.dataclass(frozen=True)
 class RoleDevices:
-    """Devices that one instance of a role has to itself.
+    """Devices that one instance of a role has to itself."""
 
-    Attributes:
-        text: as the fleet names them.
-        described: placeholders, one for each.
-        chips: as they are sold; 0 for CPUs.
-        hosts: with one process each.
-        memory: bytes of a device, as sold; None: of CPUs, or not known.
-        topology: topology of TPUs that are not of this machine.
-        share: share of its only device, in (0, 1]; other roles have the rest.
-        model: model of described GPUs: "H100"; None: any.
-    """
-
-    text: str
-    described: tuple[Any, ...]
-    chips: int
-    hosts: int
-    memory: int | None = None
-    topology: Topology | None = None
-    share: float = 1.0
-    model: str | None = None
+    text: str  # words of the fleet
+    described: tuple[Any, ...]  # placeholders, one for each
+    chips: int  # number, counted as they are sold; 0 for CPUs
+    hosts: int  # machines, with one process each
+    memory: int | None = None  # bytes of a device, as sold; None: of CPUs, or not known
+    topology: Topology | None = None  # topology of TPUs that are not of this machine
+    share: float = 1.0  # share of its only device, in (0, 1]; other roles have the rest
+    model: str | None = None  # model of described GPUs: "H100"; None: any
 
     def compilable(self) -> list[Any]:
         """Return devices for which programs can be compiled here, in the order in which a mesh takes them.

@@ -19,21 +19,14 @@ from mesh.topology import Topology, compiler_version
 
 @dataclasses.dataclass(frozen=True)
 class ProgramMemory:
-    """Bytes of one device that a program needs, and the time of a run of it.
+    """Bytes of one device that a program needs, and the time of a run of it."""
 
-    Attributes:
-        arguments: arguments that it reads; those of a policy and its optimizer, or weights and pages, among them.
-        beside: everything else: temporaries, and results that do not take the place of arguments.
-        available: bytes available to programs.
-        refusal: the compiler's words if the program does not fit; then the sizes are what it says, or 0.
-        seconds: estimate for one run (`mesh.cost.roofline`); None if it does not fit.
-    """
-
-    arguments: int
-    beside: int
-    available: int
+    arguments: int  # arguments that it reads; those of a policy and its optimizer, or weights and pages, among them
+    beside: int  # everything else: temporaries, and results that do not take the place of arguments
+    available: int  # bytes available to programs
+    # The compiler's words if the program does not fit; then the sizes are what it says, or 0
     refusal: str | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # estimate for one run (`mesh.cost.roofline`); None if it does not fit
 
     @property
     def needed(self) -> int:

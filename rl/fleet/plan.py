@@ -36,26 +36,18 @@ _GRADIENTS = "gradients"
 
 @dataclasses.dataclass(frozen=True)
 class RolePlan:
-    """One role on its devices.
-
-    Attributes:
-        count: instances, each with devices of its own unless they share this machine.
-        mesh: axes that are not 1.
-        holds: bytes of a device that it keeps all the time, by what they are for.
-        programs: name -> memory by the compiler; empty where nothing was compiled.
-        beside: program -> bytes of a device held while it runs that are none of its arguments, by what they are.
-        standby: further instances, which wait to take over.
-    """
+    """One role on its devices."""
 
     role: str
-    count: int
+    count: int  # instances, each with devices of its own unless they share this machine
     devices: RoleDevices
     processes: int
-    mesh: dict[str, int]
-    holds: dict[str, int]
-    programs: dict[str, ProgramMemory]
+    mesh: dict[str, int]  # axes that are not 1
+    holds: dict[str, int]  # bytes of a device that it keeps all the time, by what they are for
+    programs: dict[str, ProgramMemory]  # name -> memory by the compiler; empty where nothing was compiled
+    # Program -> bytes of a device held while it runs that are none of its arguments, by what they are
     beside: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict[str, dict[str, int]])
-    standby: int = 0
+    standby: int = 0  # further instances, which wait to take over
 
     @property
     def instances(self) -> int:
@@ -128,29 +120,18 @@ class RolePlan:
 
 @dataclasses.dataclass(frozen=True)
 class FleetPlan:
-    """All roles, and the weights that travel between them.
-
-    Attributes:
-        push: bytes of a version as the trainer publishes it; of the first, the `frozen` ones too.
-        pull: bytes of a version that each worker fetches, uncompressed; of the first, the `frozen` ones too.
-        pull_per_host: bytes of it that each of a worker's hosts fetches, for its own devices.
-        frozen: bytes of parameters that no update changes.
-        reference: the role that scores by a reference policy, if that has devices of its own.
-        loaded: bytes of weights that it reads when it starts, from the run's version 0 or a teacher's files.
-        seconds: seconds that it took to make the plan.
-        together: worker and trainer are one process on the same devices.
-    """
+    """All roles, and the weights that travel between them."""
 
     trainer: RolePlan
     worker: RolePlan
-    push: int
-    pull: int
-    pull_per_host: int
-    frozen: int
-    seconds: float
-    together: bool = False
-    reference: RolePlan | None = None
-    loaded: int = 0
+    push: int  # bytes of a version as the trainer publishes it; of the first, the `frozen` ones too
+    pull: int  # bytes of a version that each worker fetches, uncompressed; of the first, the `frozen` ones too
+    pull_per_host: int  # bytes of it that each of a worker's hosts fetches, for its own devices
+    frozen: int  # bytes of parameters that no update changes
+    seconds: float  # seconds that it took to make the plan
+    together: bool = False  # worker and trainer are one process on the same devices
+    reference: RolePlan | None = None  # the role that scores by a reference policy, if that has devices of its own
+    loaded: int = 0  # bytes of weights that it reads when it starts, from the run's version 0 or a teacher's files
 
     @property
     def roles(self) -> list[RolePlan]:

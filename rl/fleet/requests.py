@@ -21,23 +21,16 @@ _STEPS = 10_000  # Ray counts shares in steps of 1/10000
 
 @dataclasses.dataclass(frozen=True)
 class RoleRequest:
-    """Devices of a role in the terms of a scheduler.
-
-    Attributes:
-        instances: with devices of their own.
-        kind: "GPU" or "TPU", of which each process asks for `each`; "CPU": it may go anywhere.
-        each: GPUs or chips of a process; less than 1: its share of one GPU.
-        devices: devices of a process, as jax shows them; 0: as many as its machine has.
-        model: model of the GPUs: "H100"; None: any.
-    """
+    """Devices of a role in the terms of a scheduler."""
 
     role: str
-    instances: int
+    instances: int  # number, each with devices of its own
     processes: int
+    # "GPU" or "TPU", of which each process asks for `each`; "CPU": it may go anywhere
     kind: Literal["CPU", "GPU", "TPU"]
-    each: float
-    devices: int
-    model: str | None = None
+    each: float  # GPUs or chips of a process; less than 1: its share of one GPU
+    devices: int  # devices of a process, as jax shows them; 0: as many as its machine has
+    model: str | None = None  # model of the GPUs: "H100"; None: any
     topology: Topology | None = None
 
     @property

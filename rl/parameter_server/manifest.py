@@ -10,52 +10,36 @@ from rl.parameter_server.index_ranges import IndexRange
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Array of the policy.
+    """Array of the policy."""
 
-    Attributes:
-        path: keys of the nested dict, joined by slashes.
-        frozen: no update changes it, so later versions have the same contents.
-        unrounded: layers compute with it in its own type (`Layer.unrounded`), so no codec rounds it.
-    """
-
-    path: str
+    path: str  # keys of the nested dict, joined by slashes
     shape: tuple[int, ...]
     dtype: str
-    frozen: bool = False
-    unrounded: bool = False
+    frozen: bool = False  # no update changes it, so later versions have the same contents
+    unrounded: bool = False  # layers compute with it in its own type (`Layer.unrounded`), so no codec rounds it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """Shard of a tensor, as a trainer process pushed it to a shard server.
-
-    Attributes:
-        server: number of the shard server.
-    """
+    """Shard of a tensor, as a trainer process pushed it to a shard server."""
 
     tensor: str
     index_range: IndexRange
-    server: int
+    server: int  # number of the shard server
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Commit:
-    """Message of one of `processes` trainer processes that the servers have all its shards of a version.
-
-    Attributes:
-        key: key of this attempt to publish the version; the stores hold its shards under it (see `Directory.open`).
-        incarnations: incarnations of the shard servers that took the shards: one that was restarted since has lost
-            them.
-        fingerprints: contents of every tensor by path (see fingerprint.py), the same from all processes.
-    """
+    """Message of one of `processes` trainer processes that the servers have all its shards of a version."""
 
     version: int
-    key: int
+    key: int  # key of this attempt to publish the version; the stores hold its shards under it (see `Directory.open`)
     process: int
     processes: int
     tensors: tuple[TensorSpec, ...]
     shards: tuple[Shard, ...]
-    fingerprints: dict[str, str]
+    fingerprints: dict[str, str]  # contents of every tensor by path (see fingerprint.py), the same from all processes
+    # Incarnations of the shard servers that took the shards: one that was restarted since has lost them
     incarnations: dict[int, str]
 
 

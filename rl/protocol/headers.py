@@ -16,27 +16,17 @@ MARK = 8  # hexadecimal digits of a mark in the log: of a group of a batch, of a
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RolloutHeader:
-    """A rollout without its tokens.
-
-    Attributes:
-        length: tokens.
-        action_mask: bool [length]; None: all tokens are actions.
-        oldest: version of its tokens, the least.
-        newest: the greatest.
-        digest: digest of all its arrays.
-        episode: without its answer; None: it is none.
-        demonstration: given and not drawn.
-    """
+    """A rollout without its tokens."""
 
     sample_id: int
-    length: int
-    action_mask: np.ndarray | None
+    length: int  # tokens
+    action_mask: np.ndarray | None  # bool [length]; None: all tokens are actions
     finish_reason: FinishReason
-    oldest: int
-    newest: int
-    digest: str
-    episode: Episode | None = None
-    demonstration: bool = False
+    oldest: int  # version of its tokens, the least
+    newest: int  # the greatest
+    digest: str  # digest of all its arrays
+    episode: Episode | None = None  # episode without its answer; None: it is none
+    demonstration: bool = False  # given and not drawn
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -24,71 +24,51 @@ Details = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Problem:
-    """One instance of a task: the question, and the record that its scorer needs.
+    """One instance of a task: the question, and the record that its scorer needs."""
 
-    Attributes:
-        id: unique in the run and stable; the same id is the same problem on every machine.
-        entry: the task package's own record of the instance, or the row of a table.
-        messages: the conversation to answer, of which `question` is the text; None: the question is all of it.
-        tools: descriptions of tools that the chat template shows, by JSON schema; None: there are none.
-        asked_by_environment: the prompt is only the first token of a chat; its environment gives the rest.
-    """
-
-    id: int
+    id: int  # unique in the run and stable; the same id is the same problem on every machine
     family: str
     question: str
     answer: str
-    entry: dict[str, Any]
+    entry: dict[str, Any]  # the task package's own record of the instance, or the row of a table
+    # The conversation to answer, of which `question` is the text; None: the question is all of it
     messages: tuple[Mapping[str, Any], ...] | None = None
+    # Descriptions of tools that the chat template shows, by JSON schema; None: there are none
     tools: tuple[Mapping[str, Any], ...] | None = None
-    asked_by_environment: bool = False
+    asked_by_environment: bool = False  # the prompt is only the first token of a chat; its environment gives the rest
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens that the policy continues; `id` is that of the problem.
-
-    Attributes:
-        draw: how often it was drawn before, for other steps: its samples have other keys each time.
-    """
+    """The tokens that the policy continues; `id` is that of the problem."""
 
     id: int
     family: str
     tokens: np.ndarray  # int32 [prompt length]
-    draw: int = 0
+    draw: int = 0  # earlier drawings, for other steps: its samples have other keys each time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """One action of the policy in an episode, and what the environment gave for it.
+    """One action of the policy in an episode, and what the environment gave for it."""
 
-    Attributes:
-        end: tokens of the completion up to the end of the action.
-        reward: a finite number.
-        given: messages since the action before, as role and content; not those of the prompt.
-    """
-
-    end: int
-    reward: float
+    end: int  # tokens of the completion up to the end of the action
+    reward: float  # a finite number
+    # Messages since the action before, as role and content; not those of the prompt
     given: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Episode:
-    """Record of a rollout in an environment: its turns, and how it ended.
-
-    Attributes:
-        answer: the text that the verifier judges; None: the turns' rewards are all.
-        ended: "done" by the environment; "truncated" at the limit of turns or tokens, without a verdict; "error", of
-            the environment: the rollout has no reward.
-        figures: named numbers for the metrics, such as tool calls and their seconds.
-    """
+    """Record of a rollout in an environment: its turns, and how it ended."""
 
     turns: tuple[Turn, ...] = ()
-    answer: str | None = None
+    answer: str | None = None  # the text that the verifier judges; None: the turns' rewards are all
+    # "done" by the environment; "truncated" at the limit of turns or tokens, without a verdict; "error", of the
+    # environment: the rollout has no reward
     ended: EpisodeEnd = "done"
     error: str = ""
-    figures: tuple[tuple[str, float], ...] = ()
+    figures: tuple[tuple[str, float], ...] = ()  # named numbers for the metrics, such as tool calls and their seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,14 +76,6 @@ class Rollout:
     """One completion of a prompt. Arrays of tokens have the completion's length; a sampled stop token is included.
 
     Tokens that were given and not sampled (the answer of a tool) have action_mask False and log-probability 0.
-
-    Attributes:
-        routing: with mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest
-            unsigned type, the experts of each token that the policy was fed: prompt and completion without the last.
-            Fewer tokens where the completion ends with tokens that were given: nothing follows from those.
-        candidate_tokens: with a `RecordedSampler`: the tokens that each was drawn from (`packed_candidates`).
-        episode: episode of a problem with an environment.
-        demonstration: given and not drawn: its log-probabilities are 0, of nobody's distribution.
     """
 
     prompt_id: int
@@ -114,10 +86,14 @@ class Rollout:
     action_mask: np.ndarray  # bool
     finish_reason: FinishReason
     tags: tuple[str, ...] = ()  # approximations in use when it was sampled
+    # With mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest unsigned type,
+    # the experts of each token that the policy was fed: prompt and completion without the last. Fewer tokens where the
+    # completion ends with tokens that were given: nothing follows from those.
     routing: np.ndarray | None = None
+    # With a `RecordedSampler`: the tokens that each was drawn from (`packed_candidates`)
     candidate_tokens: np.ndarray | None = None
-    episode: Episode | None = None
-    demonstration: bool = False
+    episode: Episode | None = None  # episode of a problem with an environment
+    demonstration: bool = False  # given and not drawn: its log-probabilities are 0, of nobody's distribution
 
     @property
     def drawn(self) -> np.ndarray:
@@ -127,33 +103,24 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Score:
-    """A verifier's verdict. Anything but status "ok" is a failure of the verifier, and its reward is 0.
+    """A verifier's verdict. Anything but status "ok" is a failure of the verifier, and its reward is 0."""
 
-    Attributes:
-        reward: a finite number.
-        error: what went wrong, if the status is not "ok".
-        terms: the named numbers that the reward is made of, if it has any.
-    """
-
-    reward: float
+    reward: float  # a finite number
     status: ScoreStatus = "ok"
     seconds: float = 0.0
-    error: str = ""
-    terms: tuple[tuple[str, float], ...] = ()
+    error: str = ""  # fault, if the status is not "ok"
+    terms: tuple[tuple[str, float], ...] = ()  # the named numbers that the reward is made of, if it has any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """All rollouts of one prompt with their scores. A batch consists of whole groups.
-
-    Attributes:
-        hardware: class of the hardware that drew them (`mesh.devices.hardware_class`), all of which has the same bits;
-            "" where bits depend on the batch.
-    """
+    """All rollouts of one prompt with their scores. A batch consists of whole groups."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     scores: tuple[Score, ...]
+    # Class of the hardware that drew them (`mesh.devices.hardware_class`), all of which has the same bits; "" where
+    # bits depend on the batch
     hardware: str = ""
 
     def drawn_rewards(self) -> list[float]:
@@ -175,58 +142,44 @@ def contents_of(groups: Sequence[Group], wanted: Mapping[int, Sequence[int]] | N
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seat:
-    """The policy and version that draw the tokens of a role of an episode.
-
-    Attributes:
-        policy: name of the policy; "": the base.
-        learns: the policy is trained on the tokens; of others the version is frozen.
-    """
+    """The policy and version that draw the tokens of a role of an episode."""
 
     role: str
-    policy: str
+    policy: str  # name of the policy; "": the base
     version: int
     incarnation: int
-    learns: bool = True
+    learns: bool = True  # the policy is trained on the tokens; of others the version is frozen
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lease:
-    """The right, until `seconds` from its grant, to generate `samples` rollouts for each prompt.
-
-    Attributes:
-        step: the update that will consume the rollouts; of an evaluation, its version.
-        version: the weights to generate with.
-        follow: the worker loads newer weights while it generates.
-        partial: rollouts of these prompts to continue, handed back by a worker that had to leave: for each prompt all
-            samples or none. Those that ended by "stop" or "length" are complete.
-        incarnation: changes whenever the trainer starts again: weights pulled before may have been computed again,
-            and the same version may have other bits.
-        evaluation: the prompts are held-out problems, whose rollouts are scored and not trained on.
-        rerun: the prompts may have been generated before, and that was lost: environments may have seen it.
-        policy: name of the policy that draws them, where an experiment has several; "": its only one.
-        again: prompt id -> its samples, which were drawn before and are drawn again to be compared; empty: all samples
-            of all prompts, for an update or an evaluation.
-        seats: who draws each role, where the prompts begin episodes of several; empty: one policy draws all.
-        beside: leases of other policies that were granted with it, as a rule for the other roles of the same episodes.
-        earlier: for each prompt the tokens of each sample, as the same keys have drawn them under another version, as
-            far as they are known: drafts, which change no result.
-    """
+    """The right, until `seconds` from its grant, to generate `samples` rollouts for each prompt."""
 
     id: int
-    step: int
+    step: int  # the update that will consume the rollouts; of an evaluation, its version
     prompts: tuple[Prompt, ...]
     samples: int
-    version: int
+    version: int  # the weights to generate with
     seconds: float
-    follow: bool = False
+    follow: bool = False  # the worker loads newer weights while it generates
+    # Rollouts of these prompts to continue, handed back by a worker that had to leave: for each prompt all samples or
+    # none. Those that ended by "stop" or "length" are complete.
     partial: tuple[Rollout, ...] = ()
+    # Changes whenever the trainer starts again: weights pulled before may have been computed again, and the same
+    # version may have other bits
     incarnation: int = 0
-    evaluation: bool = False
-    rerun: bool = False
-    policy: str = ""
+    evaluation: bool = False  # the prompts are held-out problems, whose rollouts are scored and not trained on
+    rerun: bool = False  # the prompts may have been generated before, and that was lost: environments may have seen it
+    policy: str = ""  # name of the policy that draws them, where an experiment has several; "": its only one
+    # For each prompt the tokens of each sample, as the same keys have drawn them under another version, as far as they
+    # are known: drafts, which change no result
     earlier: tuple[tuple[np.ndarray, ...], ...] = ()
+    # Prompt id -> its samples, which were drawn before and are drawn again to be compared; empty: all samples of all
+    # prompts, for an update or an evaluation
     again: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
+    # Who draws each role, where the prompts begin episodes of several; empty: one policy draws all
     seats: tuple[Seat, ...] = ()
+    # Leases of other policies that were granted with it, as a rule for the other roles of the same episodes
     beside: tuple["Lease", ...] = ()
 
     def samples_of(self, prompt: Prompt) -> Sequence[int]:
@@ -236,22 +189,12 @@ class Lease:
 
 @dataclasses.dataclass(slots=True)
 class PullStats:
-    """Statistics of one pull, in bytes.
+    """Statistics of one pull, in bytes."""
 
-    Attributes:
-        needed: in the index ranges that the devices need and that were not here, each counted once.
-        read: decoded bytes requested; equal to `needed` if nothing was requested twice.
-        network: encoded bytes over sockets.
-        mapped: used in shared memory.
-        source: "server", or "worker" if a peer served it.
-        seconds: from the publication (or the call, if that was later) to the arrays on the devices.
-        checksum: checksum of the version's contents.
-    """
-
-    needed: int = 0
-    read: int = 0
-    network: int = 0
-    mapped: int = 0
-    source: str = "server"
-    seconds: float = 0.0
-    checksum: str = ""
+    needed: int = 0  # bytes of index ranges that the devices need and that were not here, each counted once
+    read: int = 0  # decoded bytes requested; equal to `needed` if nothing was requested twice
+    network: int = 0  # encoded bytes over sockets
+    mapped: int = 0  # used in shared memory
+    source: str = "server"  # "server", or "worker" if a peer served it
+    seconds: float = 0.0  # time from the publication (or the call, if that was later) to the arrays on the devices
+    checksum: str = ""  # checksum of the version's contents

@@ -11,15 +11,10 @@ import numpy as np
 
 
 class TokenTree(NamedTuple):
-    """The rollouts of a group in pre-order: those with a common beginning are neighbours, a beginning comes first.
+    """The rollouts of a group in pre-order: those with a common beginning are neighbours, a beginning comes first."""
 
-    Attributes:
-        order: indices of the rollouts.
-        common: tokens that each, in this order, has in common with the one before it; 0 of the first.
-    """
-
-    order: tuple[int, ...]
-    common: tuple[int, ...]
+    order: tuple[int, ...]  # indices of the rollouts
+    common: tuple[int, ...]  # tokens that each, in this order, has in common with the one before it; 0 of the first
 
     def shared(self) -> np.ndarray:
         """Return int [rollouts, rollouts], tokens that two of them have in common; 0 of one with itself."""

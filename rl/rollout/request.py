@@ -24,54 +24,38 @@ def draw_seed(seed: int, draw: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StopConditions:
-    """Conditions that end a completion.
+    """Conditions that end a completion."""
 
-    Attributes:
-        tokens: any of these ends it, and is an action of it.
-        strings: it ends with the first token at whose end its text contains one of these.
-        max_new_tokens: tokens, a stop token included; None: the engine's. 0 only to score the prompt.
-        min_new_tokens: tokens before which neither a stop token is drawn nor a string counts.
-    """
-
-    tokens: tuple[int, ...] = ()
-    strings: tuple[str, ...] = ()
-    max_new_tokens: int | None = None
-    min_new_tokens: int = 0
+    tokens: tuple[int, ...] = ()  # any of these ends it, and is an action of it
+    strings: tuple[str, ...] = ()  # texts: a completion ends with the first token at whose end its text contains one
+    max_new_tokens: int | None = None  # tokens, a stop token included; None: the engine's. 0 only to score the prompt.
+    min_new_tokens: int = 0  # tokens before which neither a stop token is drawn nor a string counts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """Complete a prompt `samples` times.
-
-    Attributes:
-        seed: with the prompt's id, the sample's number and the position it makes the key of every draw.
-        sampler, stop: None: the engine's.
-        deadline: seconds from submission; what there is by then is returned with finish reason "deadline".
-        adapter: name of a set of adapter weights, None for the policy itself.
-        priority: higher goes first; among equals, the earlier one.
-        agent_loop: what each sample does; by default, generate once.
-        partial: rollouts of this request to continue, as an abort returned them; other samples are not drawn, and those
-            that ended by "stop" or "length" are returned unchanged. An agent loop starts again, on these tokens.
-        scores: kind of the scores of each drawn token, with alternatives; None: there are none.
-        prompt_scores: score tokens of the prompt by the model's own distribution; none of them comes from the cache.
-        grammar: form of each completion; None: any.
-        earlier: tokens, int32, of each sample as the same keys have drawn them under an earlier policy, as far as they
-            are known: drafts, which change no result (speculation/earlier.py).
-    """
+    """Complete a prompt `samples` times."""
 
     prompt: Prompt
     samples: int = 1
-    seed: int = 0
+    seed: int = 0  # makes, with the prompt's id, the sample's number and the position, the key of every draw
+    # `sampler`, `stop`: None: the engine's
     sampler: Sampler.Config | None = None
     stop: StopConditions | None = None
+    # Seconds from submission; what there is by then is returned with finish reason "deadline"
     deadline: float | None = None
-    adapter: str | None = None
-    priority: int = 0
-    agent_loop: AgentLoop = single_turn
+    adapter: str | None = None  # name of a set of adapter weights, None for the policy itself
+    priority: int = 0  # higher goes first; among equals, the earlier one
+    agent_loop: AgentLoop = single_turn  # behaviour of each sample; by default, generate once
+    # Rollouts of this request to continue, as an abort returned them; other samples are not drawn, and those that ended
+    # by "stop" or "length" are returned unchanged. An agent loop starts again, on these tokens.
     partial: tuple[Rollout, ...] = ()
-    scores: ScoreMode | None = None
+    scores: ScoreMode | None = None  # kind of the scores of each drawn token, with alternatives; None: there are none
+    # Score tokens of the prompt by the model's own distribution; none of them comes from the cache
     prompt_scores: bool = False
-    grammar: Grammar | None = None
+    grammar: Grammar | None = None  # form of each completion; None: any
+    # Tokens, int32, of each sample as the same keys have drawn them under an earlier policy, as far as they are known:
+    # drafts, which change no result (speculation/earlier.py)
     earlier: tuple[np.ndarray, ...] = ()
 
     @property
@@ -82,19 +66,12 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The result of a request.
-
-    Attributes:
-        rollouts: in order of sample id.
-        error: what ended it, if an error did.
-        scores: scores of the tokens of each rollout, if the request asked for them.
-        prompt_scores: scores of the prompt's tokens but the first, likewise.
-        spawned: prompt (int32) and rollout of each completion that they have spawned, each followed by its own.
-    """
+    """The result of a request."""
 
     number: int
-    rollouts: tuple[Rollout, ...]
-    error: str | None = None
-    scores: tuple[TokenScores | None, ...] = ()
-    prompt_scores: TokenScores | None = None
+    rollouts: tuple[Rollout, ...]  # one each, in order of sample id
+    error: str | None = None  # cause of its end, if an error was
+    scores: tuple[TokenScores | None, ...] = ()  # scores of the tokens of each rollout, if the request asked for them
+    prompt_scores: TokenScores | None = None  # scores of the prompt's tokens but the first, likewise
+    # Prompt (int32) and rollout of each completion that they have spawned, each followed by its own
     spawned: tuple[tuple[np.ndarray, Rollout], ...] = ()

@@ -19,52 +19,38 @@ PULL_ATTEMPTS = 5  # failures in a row before the policy fails
 
 @dataclasses.dataclass(frozen=True)
 class WorkerServices[Weights]:
-    """The roles that a worker calls.
-
-    Attributes:
-        pull_timeout: seconds that a pull of weights may take.
-        depot: takes the KV pages of rollouts that are handed back; None: they are computed again.
-    """
+    """The roles that a worker calls."""
 
     controller: LeaseSource
     weights: WeightSource[Weights]
     verifier: ScoreSource
     events: EventLog
-    pull_timeout: float = 60.0
-    depot: PageDepot | None = None
+    pull_timeout: float = 60.0  # seconds that a pull of weights may take
+    depot: PageDepot | None = None  # takes the KV pages of rollouts that are handed back; None: they are computed again
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerFeatures:
-    """Features of a worker's rollouts, none by default.
+    """Features of a worker's rollouts, none by default."""
 
-    Attributes:
-        wants: what the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`).
-        branching: samples of a prompt share their first tokens, except in evaluations.
-        demonstrations: these are among the samples, except in evaluations; None: the policy draws all.
-        interruption: long thinking is interrupted, in evaluations too.
-    """
-
+    # What the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`)
     wants: frozenset[str] = frozenset()
     episodes: Episodes | None = None
-    branching: Branching | None = None
+    branching: Branching | None = None  # samples of a prompt share their first tokens, except in evaluations
+    # These are among the samples, except in evaluations; None: the policy draws all
     demonstrations: GroupDemonstrations | None = None
-    interruption: Interruption | None = None
+    interruption: Interruption | None = None  # long thinking is interrupted, in evaluations too
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerPolicy[Weights]:
-    """The parts of a worker that belong to one policy.
-
-    Attributes:
-        sampler: None: the engine's.
-    """
+    """The parts of a worker that belong to one policy."""
 
     tokenizer: Tokenizer
     seed: int
     services: WorkerServices[Weights]
     features: WorkerFeatures = WorkerFeatures()
-    sampler: Sampler.Config | None = None
+    sampler: Sampler.Config | None = None  # None: the engine's
 
 
 def pull_figures(moved: PullStats) -> dict[str, Any]:

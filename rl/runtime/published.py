@@ -37,21 +37,13 @@ UNPACKED = 1 << 30  # bytes of a file once it is unpacked
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRun:
-    """Content of the file.
+    """Content of the file."""
 
-    Attributes:
-        config: text of the experiment's config.
-        data: checksums of the tasks' data, by task.
-        skipped: verdicts on problems that took too long to make, as the run directory has them.
-        versions: checksum of each version's weights.
-        rows: the ledger, by update from 1.
-    """
-
-    config: str
-    data: Mapping[str, str]
-    skipped: str
-    versions: Mapping[int, str]
-    rows: Mapping[int, LedgerRow]
+    config: str  # text of the experiment's config
+    data: Mapping[str, str]  # checksums of the tasks' data, by task
+    skipped: str  # verdicts on problems that took too long to make, as the run directory has them
+    versions: Mapping[int, str]  # checksum of each version's weights
+    rows: Mapping[int, LedgerRow]  # the ledger, by update from 1
 
     @property
     def hardware(self) -> list[str]:

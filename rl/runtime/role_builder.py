@@ -45,30 +45,20 @@ _SHARD_TIMEOUT = 5.0  # seconds
 
 @dataclasses.dataclass
 class RoleBuilder:
-    """Builder of a role.
+    """Builder of a role."""
 
-    Attributes:
-        kind: names the `make_` method of the experiment that builds the role.
-        name: name of the process; a spare gets that of the process whose place it takes.
-        namespace: namespace in which actors have their names.
-        request: the devices that this process has to itself, or None.
-        services: actors of the roles that it calls, by name.
-        processes: processes of a role that has joined.
-        term: number of the trainer that this is, or of the latest that has called this role.
-        states: a standby's states, sent by the trainer.
-    """
-
-    kind: str
-    name: str
+    kind: str  # names the `make_` method of the experiment that builds the role
+    name: str  # name of the process; a spare gets that of the process whose place it takes
     run: RunDirectory
     events: EventLog
     token: str
-    namespace: str
-    request: RoleRequest | None = None
+    namespace: str  # namespace in which actors have their names
+    request: RoleRequest | None = None  # the devices that this process has to itself, or None
+    # Actors of the roles that it calls, by name
     services: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    processes: ProcessGroup | None = None
-    term: int = 0
-    states: ParameterServer | None = None
+    processes: ProcessGroup | None = None  # processes of a role that has joined
+    term: int = 0  # number of the trainer that this is, or of the latest that has called this role
+    states: ParameterServer | None = None  # a standby's states, sent by the trainer
 
     def connected(self, experiment: RLExperiment) -> Services:
         """Connect the role to those that it calls."""

@@ -11,25 +11,15 @@ from rl.serving.chat_template import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """The policy behind the endpoint, and the limits of a request.
+    """The policy behind the endpoint, and the limits of a request."""
 
-    Attributes:
-        models: the names that requests may give: the base's, and those of adapters, which come and go.
-        max_new_tokens: tokens of a completion; also the default.
-        stop_tokens: end every completion.
-        sampler: defaults of a request's sampling parameters.
-        max_samples: completions of one request, over all its prompts.
-        deadline: seconds; also the default.
-        grammars: reader of the forms that answers may have.
-    """
-
-    models: ServedAdapters
+    models: ServedAdapters  # the names that requests may give: the base's, and those of adapters, which come and go
     tokenizer: Tokenizer
     template: ChatTemplate
     max_prompt_tokens: int
-    max_new_tokens: int
-    stop_tokens: tuple[int, ...]
-    sampler: Sampler.Config
-    max_samples: int
-    deadline: float
-    grammars: Grammars
+    max_new_tokens: int  # tokens of a completion; also the default
+    stop_tokens: tuple[int, ...]  # end every completion
+    sampler: Sampler.Config  # defaults of a request's sampling parameters
+    max_samples: int  # completions of one request, over all its prompts
+    deadline: float  # seconds; also the default
+    grammars: Grammars  # reader of the forms that answers may have

@@ -13,11 +13,9 @@ class ProblemSource(Configurable, abc.ABC):
 
     Everything is a pure function of the config and the mixture's seed: any process that builds the same config sees the
     same items.
-
-    Attributes:
-        environment: config of the environment that its problems are solved in; None: they are answered at once.
     """
 
+    # Config of the environment that its problems are solved in; None: they are answered at once
     environment: Any = None
 
     class Config(ConfigBase["ProblemSource"]):

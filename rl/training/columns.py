@@ -29,33 +29,23 @@ from rl.protocol.messages import Rollout, RolloutData
 
 
 class Place(NamedTuple):
-    """A rollout in a row.
-
-    Attributes:
-        before: tokens of its prompt but the last, which is the completion's first input.
-        prompt: index of these among the row's tokens for prompts; None: an earlier rollout has the same prompt there.
-        completion: index of the completion among the row's other tokens.
-    """
+    """A rollout in a row."""
 
     row: int
     rollout: Rollout
-    before: int
+    before: int  # tokens of its prompt but the last, which is the completion's first input
+    # Index of these among the row's tokens for prompts; None: an earlier rollout has the same prompt there
     prompt: int | None
-    completion: int
+    completion: int  # index of the completion among the row's other tokens
 
 
 class Places(NamedTuple):
-    """The rollouts of some rows.
+    """The rollouts of some rows."""
 
-    Attributes:
-        prompts: tokens for prompts in front of each row.
-        targets: shape of the rows' targets.
-        lengths: int [rows], the tokens of each row behind which padding begins, in rows of one sequence; else None.
-    """
-
-    prompts: int
-    targets: tuple[int, ...]
+    prompts: int  # tokens for prompts in front of each row
+    targets: tuple[int, ...]  # shape of the rows' targets
     rollouts: Sequence[Place]
+    # Int [rows], the tokens of each row behind which padding begins, in rows of one sequence; else None
     lengths: np.ndarray | None = None
 
 
@@ -68,29 +58,20 @@ def sequence_places(sequences: Sequence[tuple[np.ndarray, Rollout]], rows: int, 
 
 
 class TokenColumn(abc.ABC):
-    """Base of columns. A new one is a class with these attributes and `record`, and a line of the trainer's `columns`.
+    """Base of columns. A new one is a class with these fields and `record`, and a line of the trainer's `columns`."""
 
-    Attributes:
-        name: key of its array in a batch; `<name>_bytes` is a metric of what came with the rollouts.
-        shape: shape of a token's value.
-        dtype: type of the array.
-        empty: value of tokens without a record.
-        padding: value behind the end of a sequence that is scored alone; None: `empty`.
-        with_prompts: tokens of prompts have values too, and the array is in the order in which the forward pass gets
-            the tokens, [rows, tokens, ...]; else it is shaped like the targets, with `shape` behind.
-        scored: the forward pass reads it, wherever rollouts are scored. Else the objective does, which gets the
-            values of each completion in a row, as it gets the log-probabilities.
-        of_any_model: another model's forward pass can read it too, such as a reference's.
-    """
-
-    name: str
-    shape: tuple[int, ...] = ()
-    dtype: Any = np.float32
-    empty: float = 0
-    padding: float | None = None
+    name: str  # key of its array in a batch; `<name>_bytes` is a metric of what came with the rollouts
+    shape: tuple[int, ...] = ()  # shape of a token's value
+    dtype: Any = np.float32  # type of the array
+    empty: float = 0  # value of tokens without a record
+    padding: float | None = None  # value behind the end of a sequence that is scored alone; None: `empty`
+    # Tokens of prompts have values too, and the array is in the order in which the forward pass gets the tokens, [rows,
+    # tokens, ...]; else it is shaped like the targets, with `shape` behind
     with_prompts: bool = False
+    # The forward pass reads it, wherever rollouts are scored. Else the objective does, which gets the values of each
+    # completion in a row, as it gets the log-probabilities.
     scored: bool = False
-    of_any_model: bool = True
+    of_any_model: bool = True  # another model's forward pass can read it too, such as a reference's
 
     @abc.abstractmethod
     def record(self, rollout: Rollout) -> np.ndarray | None:

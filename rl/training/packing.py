@@ -25,15 +25,10 @@ Row = tuple[tuple[int, tuple[int, ...]], ...]  # (group, its rollouts) in the or
 
 
 class Microbatch(NamedTuple):
-    """Rows that are computed together, empty ones included.
+    """Rows that are computed together, empty ones included."""
 
-    Attributes:
-        length: tokens for completions in each row.
-        rows: what is in them.
-    """
-
-    length: int
-    rows: tuple[Row, ...]
+    length: int  # tokens for completions in each row
+    rows: tuple[Row, ...]  # rollouts of each row
 
 
 class Packing(Configurable):

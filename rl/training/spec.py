@@ -19,29 +19,21 @@ from rl.training.critic.shared import ValueTerm
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSpec:
-    """Settings of what an update computes of its rows, and of how much of it at a time.
+    """Settings of what an update computes of its rows, and of how much of it at a time."""
 
-    Attributes:
-        temperature: temperature of the behaviour policy, under which the trainer scores.
-        chunks: parts of a row's tokens; the logits of one exist at a time.
-        head_tile: or of so many words (kernels/policy_head), a multiple of 128; None: of all words of a chunk.
-        microbatches: parts of padded rows whose gradients are accumulated; each contributes its share of the layers'
-            own losses.
-        max_new_tokens: tokens of a completion at most, with packed rows, whose microbatches are of several shapes;
-            None: rows are padded.
-        columns: what travels with each token.
-        values: value loss of a critic on the policy's hidden states, whose learner is a `JointLearner`.
-        reference_head: graph definition of the reference's output layer, where a batch has its states and that is
-            another model; None: the policy's.
-    """
-
-    temperature: float
-    chunks: int = 1
+    temperature: float  # temperature of the behaviour policy, under which the trainer scores
+    chunks: int = 1  # parts of a row's tokens; the logits of one exist at a time
+    # Or of so many words (kernels/policy_head), a multiple of 128; None: of all words of a chunk
     head_tile: int | None = None
+    # Parts of padded rows whose gradients are accumulated; each contributes its share of the layers' own losses
     microbatches: int = 1
+    # Tokens of a completion at most, with packed rows, whose microbatches are of several shapes; None: rows are padded
     max_new_tokens: int | None = None
-    columns: tuple[TokenColumn, ...] = ()
+    columns: tuple[TokenColumn, ...] = ()  # arrays that travel with each token
+    # Value loss of a critic on the policy's hidden states, whose learner is a `JointLearner`
     values: ValueTerm | None = None
+    # Graph definition of the reference's output layer, where a batch has its states and that is another model; None:
+    # the policy's
     reference_head: nnx.GraphDef[Any] | None = None
 
     @property
@@ -75,15 +67,10 @@ class FirstVersion:
 
 @dataclasses.dataclass(frozen=True)
 class Opponents:
-    """Versions that draw in episodes of other policies, beside those that `staleness` asks for.
+    """Versions that draw in episodes of other policies, beside those that `staleness` asks for."""
 
-    Attributes:
-        back: as many versions before the current one.
-        fixed: these versions, for good.
-    """
-
-    back: int = 0
-    fixed: tuple[int, ...] = ()
+    back: int = 0  # differences to the current version
+    fixed: tuple[int, ...] = ()  # numbers of versions that stay for good
 
 
 @dataclasses.dataclass(frozen=True)

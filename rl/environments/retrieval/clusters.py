@@ -16,17 +16,11 @@ Array = np.ndarray[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ClusterTree:
-    """Nodes in order of breadth; the root is node 0 and the children of a node lie side by side.
+    """Nodes in order of breadth; the root is node 0 and the children of a node lie side by side."""
 
-    Attributes:
-        centroids: float32 [nodes, width].
-        children: int32 [nodes, 2], the first child and one past the last; equal for a leaf.
-        spans: int32 [nodes, 2], the leaves below a node, numbered from the left: the first and one past the last.
-    """
-
-    centroids: Array
-    children: Array
-    spans: Array
+    centroids: Array  # float32 [nodes, width]
+    children: Array  # int32 [nodes, 2], the first child and one past the last; equal for a leaf
+    spans: Array  # int32 [nodes, 2], the leaves below a node, numbered from the left: the first and one past the last
 
     @functools.cached_property
     def halves(self) -> Array:

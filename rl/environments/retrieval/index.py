@@ -24,17 +24,11 @@ from rl.environments.retrieval.storage import read_arrays, write_arrays
 
 @dataclasses.dataclass(frozen=True)
 class IndexOptions:
-    """Sizes of an index.
+    """Sizes of an index."""
 
-    Attributes:
-        tree_from: vectors from which there is a tree of clusters.
-        scan: rows of a tenant that are compared with a query, which is exact for tenants with so few.
-        shortlist: rows of a tenant in a node that is not cut further.
-    """
-
-    tree_from: int = 20_000
-    scan: int = 1536
-    shortlist: int = 64
+    tree_from: int = 20_000  # vectors from which there is a tree of clusters
+    scan: int = 1536  # rows of a tenant that are compared with a query, which is exact for tenants with so few
+    shortlist: int = 64  # rows of a tenant in a node that is not cut further
     seed: int = 0
 
 

@@ -35,29 +35,17 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class IndexState:
-    """One generation of arrays. Rows below `used` are final; a new generation has arrays and views of its own.
+    """One generation of arrays. Rows below `used` are final; a new generation has arrays and views of its own."""
 
-    Attributes:
-        vectors: float32 [capacity, width].
-        halves: float32 [capacity], half their squared lengths.
-        ids: int64 [capacity]; a deleted one stays, in no view.
-        places: int32 [capacity], leaf numbers; 0 without a tree.
-        used: rows that are taken.
-        tree: None while all queries are exact.
-        views: by tenant; each value is replaced as a whole.
-        sorted_ids: int64 [documents], ascending.
-        sorted_rows: int32 [documents], their rows.
-    """
-
-    vectors: Array
-    halves: Array
-    ids: Array
-    places: Array
-    used: int
-    tree: ClusterTree | None
-    views: dict[str, View]
-    sorted_ids: Array
-    sorted_rows: Array
+    vectors: Array  # float32 [capacity, width]
+    halves: Array  # float32 [capacity], half their squared lengths
+    ids: Array  # int64 [capacity]; a deleted one stays, in no view
+    places: Array  # int32 [capacity], leaf numbers; 0 without a tree
+    used: int  # rows that are taken
+    tree: ClusterTree | None  # None while all queries are exact
+    views: dict[str, View]  # views by tenant; each is replaced as a whole
+    sorted_ids: Array  # int64 [documents], ascending
+    sorted_rows: Array  # int32 [documents], their rows
 
     @classmethod
     def empty(cls, width: int) -> "IndexState":

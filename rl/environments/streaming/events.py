@@ -16,14 +16,10 @@ class Started(NamedTuple):
 
 
 class ArgumentPart(NamedTuple):
-    """More of an argument: a whole line of a text, or what is left at its end; of other values all of the JSON.
-
-    Attributes:
-        name: the argument's; "" where the form writes the only one without its name.
-    """
+    """More of an argument: a whole line of a text, or what is left at its end; of other values all of the JSON."""
 
     number: int
-    name: str
+    name: str  # the argument's; "" where the form writes the only one without its name
     text: str
     end: int
 

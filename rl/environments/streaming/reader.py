@@ -15,14 +15,10 @@ class PartialExecution:
     """Rules for calls that are run while their action is drawn. Transcripts and rewards are those without."""
 
     class Config(ConfigBase["PartialExecution"]):
-        """Fields.
+        """Fields."""
 
-        Attributes:
-            abort_invalid: end an action at a call that can only fail. This alone changes transcripts.
-            recheck_every: one of so many calls of a tool that claims to be pure is made twice and compared; 0: none.
-        """
-
-        abort_invalid: bool = False
+        abort_invalid: bool = False  # end an action at a call that can only fail. This alone changes transcripts.
+        # One of so many calls of a tool that claims to be pure is made twice and compared; 0: none
         recheck_every: int = 50
 
         @override
@@ -32,16 +28,11 @@ class PartialExecution:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tools:
-    """Knowledge of a reader about its environment.
+    """Knowledge of a reader about its environment."""
 
-    Attributes:
-        events: events of a text, of its call form.
-        gains: which of them are run ahead.
-    """
-
-    events: Callable[[str], list[Event]]
+    events: Callable[[str], list[Event]]  # events of a text, of its call form
     tools: Mapping[str, Tool.Config]
-    gains: Gains
+    gains: Gains  # says which of them are run ahead
     cfg: PartialExecution.Config
 
     @property

@@ -10,20 +10,14 @@ _HEAD = 64  # characters in which a head must end
 
 
 class Marks(NamedTuple):
-    """Form of such calls.
+    """Form of such calls."""
 
-    Attributes:
-        opening, closing: around a call.
-        head: pattern behind `opening`; its first group is the tool.
-        head_ends: the last character of a head.
-        strips: blanks around the argument are not part of it.
-    """
-
+    # `opening`, `closing`: around a call
     opening: str
     closing: str
-    head: re.Pattern[str]
-    head_ends: str
-    strips: bool
+    head: re.Pattern[str]  # pattern behind `opening`; its first group is the tool
+    head_ends: str  # the last character of a head
+    strips: bool  # blanks around the argument are not part of it
 
 
 def tag_events(text: str, marks: Marks) -> Iterator[Event]:

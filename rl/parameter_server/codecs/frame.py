@@ -24,17 +24,11 @@ from rl.parameter_server.errors import WeightsError
 
 
 class TensorCodec(abc.ABC):
-    """Encoding of one array. Codecs are stateless and thread-safe.
+    """Encoding of one array. Codecs are stateless and thread-safe."""
 
-    Attributes:
-        name: the name by which `get_codec` finds it.
-        lossless: every array of every dtype comes back bit-exact.
-        needs_base: both ends must hold an earlier array of the same shape and dtype.
-    """
-
-    name: ClassVar[str]
-    lossless: ClassVar[bool]
-    needs_base: ClassVar[bool] = False
+    name: ClassVar[str]  # the name by which `get_codec` finds it
+    lossless: ClassVar[bool]  # every array of every dtype comes back bit-exact
+    needs_base: ClassVar[bool] = False  # both ends must hold an earlier array of the same shape and dtype
 
     @abc.abstractmethod
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:

@@ -28,16 +28,12 @@ class HevcCodec(RowCodec):
     """Codec of arrays whose neighbours are alike, such as keys of consecutive tokens.
 
     The QP is chosen for the error. Eight bits have a floor: below it the finest QP is taken.
-
-    Attributes:
-        qp: the QP, in place of `error`.
-        preset: preset of x265.
     """
 
     name = "hevc"
 
-    qp: int | None = None
-    preset: str = "medium"
+    qp: int | None = None  # the QP, in place of `error`
+    preset: str = "medium"  # preset of x265
 
     @override
     def encode_rows(self, values: np.ndarray, error: float) -> list[np.ndarray]:

@@ -43,13 +43,9 @@ class BodyReader:
 
 @dataclasses.dataclass(frozen=True)
 class RowCodec(FloatCodec):
-    """Codec of rows that are centred first: blob = checksum, entries, mean, means of rows (float16, if any), the rest.
+    """Codec of rows that are centred first: blob = checksum, entries, mean, means of rows (float16), the rest."""
 
-    Attributes:
-        error: mean square error over the variance of the array that the codec keeps to.
-    """
-
-    error: float = 1e-3
+    error: float = 1e-3  # mean square error over the variance of the array that the codec keeps to
 
     @abc.abstractmethod
     def encode_rows(self, values: np.ndarray, error: float) -> list[np.ndarray]:

@@ -46,18 +46,12 @@ class VersionSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
-    """Role of a worker's process in the peer-to-peer broadcast.
-
-    Attributes:
-        endpoint: where it serves, as text.
-        shard_server: what it serves from.
-        connect: connects to the shard server of the peer at an endpoint.
-    """
+    """Role of a worker's process in the peer-to-peer broadcast."""
 
     name: str
-    endpoint: str
-    shard_server: LocalShardServer
-    connect: Callable[[str], ShardReader]
+    endpoint: str  # address where it serves, as text
+    shard_server: LocalShardServer  # store that it serves from
+    connect: Callable[[str], ShardReader]  # connects to the shard server of the peer at an endpoint
 
 
 class Receiver:

@@ -51,13 +51,9 @@ class _Published(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pusher:
-    """One process of a trainer.
+    """One process of a trainer."""
 
-    Attributes:
-        trainer: name of this start of the trainer, another one for every start and the same in all its processes.
-    """
-
-    trainer: str
+    trainer: str  # name of this start of the trainer, another one for every start and the same in all its processes
     process: int = 0
     processes: int = 1
 

@@ -61,19 +61,14 @@ class HostShard:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Host copy of the shards of one version.
-
-    Attributes:
-        owned: shards that this process pushes: every element of the weights lies in one shard of one process.
-        others: shards that its devices hold, too, and other processes push.
-        copied: bytes of `owned` that were copied for this version; those of frozen parameters were before.
-    """
+    """Host copy of the shards of one version."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
+    # Shards that this process pushes: every element of the weights lies in one shard of one process
     owned: tuple[HostShard, ...]
-    others: tuple[HostShard, ...]
-    copied: int
+    others: tuple[HostShard, ...]  # shards that its devices hold, too, and other processes push
+    copied: int  # bytes of `owned` that were copied for this version; those of frozen parameters were before
     marks: Future[dict[str, str]]
 
     def wait(self) -> "Snapshot":

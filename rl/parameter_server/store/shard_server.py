@@ -28,37 +28,25 @@ type SharedShard = tuple[str, IndexRange, str, int]  # tensor, index range, dtyp
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options of a read.
+    """Options of a read."""
 
-    Attributes:
-        codec: a name of `rl.parameter_server.codecs`.
-        base: for delta codecs, the key of the version that the reader holds. A server without it sends raw shards.
-        unrounded: tensors that come raw instead of by an approximate codec.
-        host: the reader's `host_identity`, if it can map shared memory.
-    """
-
-    codec: str = "raw"
+    codec: str = "raw"  # a name of `rl.parameter_server.codecs`
+    # For delta codecs, the key of the version that the reader holds. A server without it sends raw shards.
     base: int | None = None
-    unrounded: tuple[str, ...] = ()
-    host: str | None = None
+    unrounded: tuple[str, ...] = ()  # tensors that come raw instead of by an approximate codec
+    host: str | None = None  # the reader's `host_identity`, if it can map shared memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadReply:
-    """Data of one index range.
+    """Data of one index range."""
 
-    Attributes:
-        codec: its encoding; "raw" where the requested codec was not possible.
-        digest: XXH3-128 of the decoded bytes if the codec is lossless, of the encoded ones if not; empty for what has
-            not moved, at `location`.
-        data: the bytes; an array where nothing had to be encoded. Empty if they are at `location`.
-        location: name of a shared memory segment and offset in it.
-    """
-
-    codec: str
+    codec: str  # encoding; "raw" where the requested codec was not possible
+    # XXH3-128 of the decoded bytes if the codec is lossless, of the encoded ones if not; empty for what has not moved,
+    # at `location`
     digest: str
-    data: Any
-    location: tuple[str, int] | None = None
+    data: Any  # the bytes; an array where nothing had to be encoded. Empty if they are at `location`.
+    location: tuple[str, int] | None = None  # name of a shared memory segment and offset in it
 
 
 class ShardReader(Protocol):

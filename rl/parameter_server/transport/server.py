@@ -69,17 +69,11 @@ class Body:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClientLimits:
-    """ClientLimits of a server.
+    """ClientLimits of a server."""
 
-    Attributes:
-        nbytes: requests that announce more are refused.
-        stall: seconds that a client may make no progress in the middle of a request or a reply.
-        connections: connections of authenticated clients; further ones are closed.
-    """
-
-    nbytes: int = MAX_NBYTES
-    stall: float = 120.0
-    connections: int = 1024
+    nbytes: int = MAX_NBYTES  # requests that announce more are refused
+    stall: float = 120.0  # seconds that a client may make no progress in the middle of a request or a reply
+    connections: int = 1024  # connections of authenticated clients; further ones are closed
 
 
 class RpcServer:

@@ -25,15 +25,10 @@ class Branching(Configurable):
     """Requests whose completions split into several at fixed numbers of tokens."""
 
     class Config(ConfigBase["Branching"]):
-        """Fields of a tree of samples.
+        """Fields of a tree of samples."""
 
-        Attributes:
-            at: tokens of a completion at which it splits, ascending.
-            ways: completions into which each splits.
-        """
-
-        at: tuple[int, ...] = REQUIRED
-        ways: int = 2
+        at: tuple[int, ...] = REQUIRED  # tokens of a completion at which it splits, ascending
+        ways: int = 2  # completions into which each splits
 
         def check_fields(self) -> None:
             """Refuse what is no tree."""

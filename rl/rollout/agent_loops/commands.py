@@ -22,15 +22,10 @@ from rl.protocol.messages import FinishReason, Rollout
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Abort:
-    """End of a draw that its watch asks for.
+    """End of a draw that its watch asks for."""
 
-    Attributes:
-        kept: tokens of this draw that stay, 1 or more; later ones are dropped, whenever they were drawn.
-        reason: answer of the `Generate`, such as "invalid_call".
-    """
-
-    kept: int
-    reason: str
+    kept: int  # tokens of this draw that stay, 1 or more; later ones are dropped, whenever they were drawn
+    reason: str  # answer of the `Generate`, such as "invalid_call"
 
 
 class DrawWatch(Protocol):
@@ -50,16 +45,11 @@ class Generate:
     """Draw tokens until a stop condition; answers with the finish reason: "stop", "length", or that of an `Abort`.
 
     Once the request's `max_new_tokens` is used up it answers "length" at once, every time.
-
-    Attributes:
-        max_new_tokens: at most so many tokens by this command; None: what the request still allows.
-        strings: stop strings of this command alone, beside the request's.
-        watch: reads the tokens as they are drawn, and may end the draw.
     """
 
-    max_new_tokens: int | None = None
-    strings: tuple[str, ...] = ()
-    watch: DrawWatch | None = None
+    max_new_tokens: int | None = None  # limit of this command's tokens; None: what the request still allows
+    strings: tuple[str, ...] = ()  # stop strings of this command alone, beside the request's
+    watch: DrawWatch | None = None  # reads the tokens as they are drawn, and may end the draw
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,26 +65,19 @@ class Observe:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Give up the row until the future is done; answers with its result, or raises its exception in the loop.
-
-    Attributes:
-        seconds: after which TimeoutError is raised in the loop instead, even if the future never ends; None: never.
-    """
+    """Give up the row until the future is done; answers with its result, or raises its exception in the loop."""
 
     future: Future[Any]
+    # After which TimeoutError is raised in the loop instead, even if the future never ends; None: never
     seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fork:
-    """Copy all tokens so far into new completions, each continued by `agent_loop`; answers with the completions.
-
-    Attributes:
-        samples: sample ids of the copies, new in the request: they make the keys of their draws.
-    """
+    """Copy all tokens so far into new completions, each continued by `agent_loop`; answers with the completions."""
 
     agent_loop: "AgentLoop"
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # sample ids of the copies, new in the request: they make the keys of their draws
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,27 +88,20 @@ class Spawn:
     before. What its prompt has in common with tokens that are in the cache, such as this completion's, is not computed
     again. It is no rollout of the request, ends at the latest with this completion, and if its loop fails, a `Join`
     of it raises the error.
-
-    Attributes:
-        prompt: tokens, at most the engine's `max_prompt_tokens`.
-        max_new_tokens: limit of its tokens; None: the request's.
     """
 
-    prompt: Sequence[int]
+    prompt: Sequence[int]  # tokens, at most the engine's `max_prompt_tokens`
     agent_loop: "AgentLoop"
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = None  # limit of its tokens; None: the request's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Join:
-    """Wait for these completions; answers with their rollouts in this order.
-
-    Attributes:
-        after: tokens of each that are known: it is enough that one completion has more, or has ended, and its rollout
-            so far comes with finish reason "abort" if it has not. None: all must have ended.
-    """
+    """Wait for these completions; answers with their rollouts in this order."""
 
     completions: tuple["Completion", ...]
+    # Tokens of each that are known: it is enough that one completion has more, or has ended, and its rollout so far
+    # comes with finish reason "abort" if it has not. None: all must have ended.
     after: tuple[int, ...] | None = None
 
 

@@ -27,18 +27,13 @@ class GroupDemonstrations(Configurable):
     """The demonstrations of each prompt, as rollouts with log-probabilities of 0."""
 
     class Config(ConfigBase["GroupDemonstrations"]):
-        """Fields of the answers that take the place of samples.
+        """Fields of the answers that take the place of samples."""
 
-        Attributes:
-            files: paths, globs or directories of rows with `prompt`, the question as the task asks it, and `response`,
-                a text or a list of them; None: the tasks' own answers.
-            per_prompt: how many of a group's samples are demonstrations, at most.
-            max_new_tokens: tokens that one may have, the end included; a longer one is left out.
-        """
-
+        # Paths, globs or directories of rows with `prompt`, the question as the task asks it, and `response`, a text or
+        # a list of them; None: the tasks' own answers
         files: str | tuple[str, ...] | None = None
-        per_prompt: int = 1
-        max_new_tokens: int = REQUIRED
+        per_prompt: int = 1  # limit of demonstrations among a group's samples
+        max_new_tokens: int = REQUIRED  # tokens that one may have, the end included; a longer one is left out
 
         def check_fields(self) -> None:
             """Refuse none at all."""

@@ -26,18 +26,12 @@ class Interruption(Configurable):
     """Requests whose completions are interrupted at a number of tokens."""
 
     class Config(ConfigBase["Interruption"]):
-        """Fields of the limit and the words.
+        """Fields of the limit and the words."""
 
-        Attributes:
-            at: tokens of a completion after which thinking is interrupted.
-            spread: limits are up to so many tokens later, another one for each sample, so that none is learned.
-            words: the text that is appended, such as "Time is up.</think>".
-            until: the text that ends thinking by itself; a completion that has it, or has ended, is left alone.
-        """
-
-        at: int = REQUIRED
-        spread: int = 0
-        words: str = REQUIRED
+        at: int = REQUIRED  # tokens of a completion after which thinking is interrupted
+        spread: int = 0  # limits are up to so many tokens later, another one for each sample, so that none is learned
+        words: str = REQUIRED  # the text that is appended, such as "Time is up.</think>"
+        # The text that ends thinking by itself; a completion that has it, or has ended, is left alone
         until: str = REQUIRED
 
         def check_fields(self) -> None:

@@ -17,17 +17,11 @@ from mesh import UserError
 
 @dataclasses.dataclass(frozen=True)
 class AdapterLimits:
-    """Room for adapters in an engine.
+    """Room for adapters in an engine."""
 
-    Attributes:
-        slots: adapters at the same time.
-        rank: the largest rank; all take as much memory and time as one of this rank.
-        match: the matrices that they may adapt, by path in the model: fewer cost less.
-    """
-
-    slots: int
-    rank: int = 16
-    match: tuple[str, ...] = ("*",)
+    slots: int  # adapters at the same time
+    rank: int = 16  # the largest rank; all take as much memory and time as one of this rank
+    match: tuple[str, ...] = ("*",)  # the matrices that they may adapt, by path in the model: fewer cost less
 
     def __post_init__(self) -> None:
         """Refuse limits without room."""

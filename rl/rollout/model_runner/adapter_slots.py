@@ -14,21 +14,13 @@ from rl.rollout.model_runner.adapter_bank import AdapterBank
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter in the bank.
+    """An adapter in the bank."""
 
-    Attributes:
-        name: by which requests ask for it.
-        slot: its place in the bank.
-        number: another one for every load, of the same name too: keys and values of one are none of another's.
-        rank: its own.
-        version: version of the policy that it is, which rollouts record.
-    """
-
-    name: str
-    slot: int
-    number: int
-    rank: int
-    version: int = 0
+    name: str  # name that requests ask for
+    slot: int  # place in the bank
+    number: int  # another one for every load, of the same name too: keys and values of one are none of another's
+    rank: int  # rank of this one
+    version: int = 0  # version of the policy that it is, which rollouts record
 
     @property
     def key(self) -> tuple[str, int]:

@@ -35,45 +35,27 @@ class PrefillBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeBatch:
-    """Rows of a decoding dispatch. int32 unless said otherwise.
+    """Rows of a decoding dispatch. int32 unless said otherwise."""
 
-    Attributes:
-        feed: [r], the last token, whose keys and values are not in the pool yet.
-        lengths: [r], tokens in the pool.
-        ordinals: [r], position in the completion of the first token to draw.
-        remaining: [r], tokens that may be drawn; 0: an idle row.
-        identity: uint32 [r, 4]: seed, high and low half of the prompt's id, sample id.
-        stop: [r, m], stop tokens, -1 where there are fewer.
-        page_table: [r, w], with room for the tokens to be drawn.
-        sampling: temperature, top-k and so on of each row.
-        draft: [r, length], tokens that the row may go on with; None: the dispatch has no drafts (see verify.py).
-        depth: [r], drafted tokens that a step verifies; None likewise.
-        bias: float32 [r, vocab], added to logits; None, as the next three: no row needs tables.
-        seen: [r, vocab], tokens so far (see penalties.py).
-        penalties: float32 [r, 2], of presence and of frequency.
-        scoring: [r], the scores that are recorded (see scores.py).
-        adapters: [r], slots, or None where the engine has no bank.
-        shared: [tiles], blocks of keys that the rows of a tile have in common; None: each row reads its own (tiles.py).
-        sources: [tiles], the row whose pages hold them; None likewise.
-    """
-
-    feed: Any
-    lengths: Any
-    ordinals: Any
-    remaining: Any
-    identity: Any
-    stop: Any
-    page_table: Any
-    sampling: SamplingMetadata
+    feed: Any  # [r], the last token, whose keys and values are not in the pool yet
+    lengths: Any  # [r], tokens in the pool
+    ordinals: Any  # [r], position in the completion of the first token to draw
+    remaining: Any  # [r], tokens that may be drawn; 0: an idle row
+    identity: Any  # uint32 [r, 4]: seed, high and low half of the prompt's id, sample id
+    stop: Any  # [r, m], stop tokens, -1 where there are fewer
+    page_table: Any  # [r, w], with room for the tokens to be drawn
+    sampling: SamplingMetadata  # temperature, top-k and so on of each row
+    # [r, length], tokens that the row may go on with; None: the dispatch has no drafts (see verify.py)
     draft: Any = None
-    depth: Any = None
-    bias: Any = None
-    seen: Any = None
-    penalties: Any = None
-    scoring: Any = None
-    adapters: Any = None
+    depth: Any = None  # [r], drafted tokens that a step verifies; None likewise
+    bias: Any = None  # float32 [r, vocab], added to logits; None, as the next three: no row needs tables
+    seen: Any = None  # [r, vocab], tokens so far (see penalties.py)
+    penalties: Any = None  # float32 [r, 2], of presence and of frequency
+    scoring: Any = None  # [r], the scores that are recorded (see scores.py)
+    adapters: Any = None  # [r], slots, or None where the engine has no bank
+    # [tiles], blocks of keys that the rows of a tile have in common; None: each row reads its own (tiles.py)
     shared: Any = None
-    sources: Any = None
+    sources: Any = None  # [tiles], the row whose pages hold them; None likewise
 
 
 def pack_prefill(
@@ -109,23 +91,14 @@ def pack_prefill(
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLayout:
-    """Sizes and optional arrays of a batch of decoding.
+    """Sizes and optional arrays of a batch of decoding."""
 
-    Attributes:
-        pages: entries of a row of the page table.
-        vocab: tokens of the model.
-        adapters: the rows have slots of adapters.
-        tables: arrays of the vocabulary are there; None: if a sampler needs them.
-        stops: columns of stop tokens, at least.
-        most_each: tokens that each row may draw, at most.
-    """
-
-    pages: int
-    vocab: int
-    adapters: bool = False
-    tables: bool | None = None
-    stops: int = 0
-    most_each: int = MANY
+    pages: int  # entries of a row of the page table
+    vocab: int  # tokens of the model
+    adapters: bool = False  # the rows have slots of adapters
+    tables: bool | None = None  # arrays of the vocabulary are there; None: if a sampler needs them
+    stops: int = 0  # columns of stop tokens, at least
+    most_each: int = MANY  # tokens that each row may draw, at most
 
 
 def pack_decode(

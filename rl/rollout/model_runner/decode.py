@@ -52,21 +52,13 @@ def prefill(
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSettings:
-    """Settings of decoding that all dispatches of an engine share.
+    """Settings of decoding that all dispatches of an engine share."""
 
-    Attributes:
-        steps: tokens that each row draws, at most; with drafts, times that it draws.
-        pages: pages of a layer in the pool.
-        kernel: kernel of attention, for TPUs; None: XLA.
-        in_pages: decoding reads the pages themselves, and not windows.
-        candidates: tokens that each is drawn from, recorded; None: they are not recorded.
-    """
-
-    steps: int
-    pages: int
-    kernel: PagedKernel | None
-    in_pages: bool
-    candidates: int | None = None
+    steps: int  # tokens that each row draws, at most; with drafts, times that it draws
+    pages: int  # pages of a layer in the pool
+    kernel: PagedKernel | None  # kernel of attention, for TPUs; None: XLA
+    in_pages: bool  # decoding reads the pages themselves, and not windows
+    candidates: int | None = None  # tokens that each is drawn from, recorded; None: they are not recorded
 
 
 def decode(

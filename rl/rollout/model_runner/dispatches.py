@@ -21,21 +21,13 @@ from rl.rollout.speculation.speculator import Drafts, chunk_of
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """One compiled program of a model runner.
+    """One compiled program of a model runner."""
 
-    Attributes:
-        kind: prefill, decode, verify (decode with drafts), copy or zero (pages).
-        trace: returns the traced program; called with the mesh in force.
-        rows: sequences, or pages.
-        length: tokens of a sequence.
-        plain: False where every sampling parameter is in use.
-    """
-
-    kind: str
-    trace: Callable[[], Any]
-    rows: int
-    length: int = 1
-    plain: bool = True
+    kind: str  # prefill, decode, verify (decode with drafts), copy or zero (pages)
+    trace: Callable[[], Any]  # returns the traced program; called with the mesh in force
+    rows: int  # sequences, or pages
+    length: int = 1  # tokens of a sequence
+    plain: bool = True  # False where every sampling parameter is in use
 
     @property
     def name(self) -> str:

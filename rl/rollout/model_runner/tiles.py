@@ -26,17 +26,11 @@ class KeysRead(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
-    """The rows of a dispatch.
+    """The rows of a dispatch."""
 
-    Attributes:
-        rows: the sequence of each row, None in idle ones; tiles of `tile_rows` one after the other.
-        shared: int32 [tiles], blocks of keys that all sequences of a tile have in common.
-        sources: int32 [tiles], the row whose pages hold them.
-    """
-
-    rows: list[Sequence | None]
-    shared: np.ndarray
-    sources: np.ndarray
+    rows: list[Sequence | None]  # the sequence of each row, None in idle ones; tiles of `tile_rows` one after the other
+    shared: np.ndarray  # int32 [tiles], blocks of keys that all sequences of a tile have in common
+    sources: np.ndarray  # int32 [tiles], the row whose pages hold them
 
     def keys(self, ends: Items[int], steps: int) -> KeysRead:
         """Return the keys that a step reads; `ends`: of the blocks, `steps`: that a row draws at most."""

@@ -35,15 +35,11 @@ Stored = StoredWeights.Config | FactorisedWeights.Config | None
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedWeights:
-    """Weights on the engine's devices, in the engine's layout.
-
-    Attributes:
-        approximations: tags of rollouts drawn with them, if they are not the trainer's to the bit.
-        key: key of the version, by which all processes of an engine know their parts; None: the engine is one process.
-    """
+    """Weights on the engine's devices, in the engine's layout."""
 
     params: Params
-    approximations: tuple[str, ...] = ()
+    approximations: tuple[str, ...] = ()  # tags of rollouts drawn with them, if they are not the trainer's to the bit
+    # Key of the version, by which all processes of an engine know their parts; None: the engine is one process
     key: int | None = None
 
 

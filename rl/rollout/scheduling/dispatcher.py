@@ -29,21 +29,13 @@ Rows = Items[Sequence | None]  # None: an idle row between others
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drawing:
-    """A dispatch of decoding under way.
+    """A dispatch of decoding under way."""
 
-    Attributes:
-        rows: the sequence of each row.
-        out: arrays to come, of `decode.decode` or `verify.decode_drafts`.
-        keys: keys that a step reads, if rows share them.
-        redraw: the earlier rollouts that it verifies; None: it decodes.
-        began: time on the monotonic clock, and programs traced before.
-    """
-
-    rows: Rows
-    out: dict[str, Any]
-    keys: KeysRead | None
-    redraw: Redraw | None = None
-    began: tuple[float, int] = (0.0, 0)
+    rows: Rows  # the sequence of each row
+    out: dict[str, Any]  # arrays to come, of `decode.decode` or `verify.decode_drafts`
+    keys: KeysRead | None  # keys that a step reads, if rows share them
+    redraw: Redraw | None = None  # the earlier rollouts that it verifies; None: it decodes
+    began: tuple[float, int] = (0.0, 0)  # time on the monotonic clock, and programs traced before
 
 
 class Dispatcher:

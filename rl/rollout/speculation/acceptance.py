@@ -8,17 +8,11 @@ _UNLIKELY = 0.1  # a place that is reached with less than this probability is no
 
 @dataclasses.dataclass(slots=True)
 class Acceptance:
-    """The measured acceptance of drafts; before anything is measured, two of three tokens are expected to be right.
+    """The measured acceptance of drafts; before anything is measured, two of three tokens are expected to be right."""
 
-    Attributes:
-        accepted: drafted tokens, the latest dispatches weighing most.
-        missed: steps that ended with a wrong token, or had no draft.
-        refused: logits were not all numbers with a draft: the sequence goes on without.
-    """
-
-    accepted: float = 0.0
-    missed: float = 0.0
-    refused: bool = False
+    accepted: float = 0.0  # drafted tokens, the latest dispatches weighing most
+    missed: float = 0.0  # steps that ended with a wrong token, or had no draft
+    refused: bool = False  # logits were not all numbers with a draft: the sequence goes on without
 
     def decay(self, weight: float) -> None:
         """Let what was measured before weigh so much less."""

@@ -12,16 +12,11 @@ CONTEXT = 8  # last tokens of a sequence, by which a step finds its place in the
 
 
 class Draft(NamedTuple):
-    """A drafter's guess of what a sequence goes on with.
+    """A drafter's guess of what a sequence goes on with."""
 
-    Attributes:
-        tokens: int32, the expected continuation; empty: none is better than another.
-        matched: tokens before it, in the text where it was found, that are the sequence's own last ones.
-        text: int32, where a step may find another one when the sequence has left this; the end is the best of it.
-    """
-
-    tokens: np.ndarray
-    matched: int
+    tokens: np.ndarray  # int32, the expected continuation; empty: none is better than another
+    matched: int  # tokens before it, in the text where it was found, that are the sequence's own last ones
+    # int32, where a step may find another one when the sequence has left this; the end is the best of it
     text: np.ndarray
 
 

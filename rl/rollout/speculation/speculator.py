@@ -24,17 +24,11 @@ _HOPE = 0.8  # the same, after one without: a row whose drafts were bad is tried
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drafts:
-    """Drafts of the rows of a dispatch.
+    """Drafts of the rows of a dispatch."""
 
-    Attributes:
-        tokens: int32 [rows, length], see `as_row`; `NOTHING` in rows without one.
-        depths: int32 [rows], tokens that a step verifies of each row, at most.
-        chunk: tokens that a step feeds each row: the largest depth there can be, and one.
-    """
-
-    tokens: np.ndarray
-    depths: np.ndarray
-    chunk: int
+    tokens: np.ndarray  # int32 [rows, length], see `as_row`; `NOTHING` in rows without one
+    depths: np.ndarray  # int32 [rows], tokens that a step verifies of each row, at most
+    chunk: int  # tokens that a step feeds each row: the largest depth there can be, and one
 
 
 class Speculation(Configurable):

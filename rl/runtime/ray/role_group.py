@@ -26,22 +26,14 @@ Awaited = Literal["loop", "restart", "meeting", "preparation"]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Work of a process.
+    """Work of a process."""
 
-    Attributes:
-        name: name that it has now: a spare that took over has that of the process whose place it took.
-        incarnation: id of this process of the actor.
-        term: number of the trainer that it is, or that has called it.
-        runs: it runs its loop, or has done so.
-        prepared_as: name that it had when it was prepared to take over; "": it is not prepared.
-    """
-
-    name: str
+    name: str  # name that it has now: a spare that took over has that of the process whose place it took
     pid: int
-    incarnation: str
-    term: int
-    runs: bool
-    prepared_as: str
+    incarnation: str  # id of this process of the actor
+    term: int  # number of the trainer that it is, or that has called it
+    runs: bool  # True if it runs its loop, or has done so
+    prepared_as: str  # name that it had when it was prepared to take over; "": it is not prepared
 
 
 class RoleGroup:

@@ -32,33 +32,20 @@ Tracer = Callable[[int, int], Replay]
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """Place where two runs part.
+    """Place where two runs part."""
 
-    Attributes:
-        update: number of the first update that differs.
-        event: stage of the update in which the first difference is, one of `STAGES`.
-        array: what differs in it: an array, a metric, or a rollout as PROMPT:SAMPLE.
-        index: its first element that differs; empty: not known.
-        sides: text of that element in both runs.
-        ulps: their distance in units of the last place, if they are floats.
-        layer: layer of that element, or the first one whose activations differ.
-        stages: first difference of each stage, by making the update again in both runs.
-        records: what the records of the update say.
-        stray: sides whose own record is not what the update gives when it is made again, and in what.
-        said: the difference in words.
-    """
-
-    update: int
-    event: str
-    array: str
-    index: tuple[int, ...]
-    sides: tuple[str, str]
-    ulps: int | None
-    layer: str | None
-    stages: list[StageDifference]
-    records: list[Unequal]
+    update: int  # number of the first update that differs
+    event: str  # stage of the update in which the first difference is, one of `STAGES`
+    array: str  # an array, a metric, or a rollout as PROMPT:SAMPLE
+    index: tuple[int, ...]  # first element that differs; empty: not known
+    sides: tuple[str, str]  # text of that element in both runs
+    ulps: int | None  # distance of the two in units of the last place, if they are floats
+    layer: str | None  # layer of that element, or the first one whose activations differ
+    stages: list[StageDifference]  # first difference of each stage, by making the update again in both runs
+    records: list[Unequal]  # finding in the records of the update
+    # Sides whose own record is not what the update gives when it is made again, and in what
     stray: dict[str, list[Unequal]]
-    said: str
+    said: str  # the difference in words
 
 
 def first_unequal(a: RunRecord, b: RunRecord) -> tuple[int, list[Unequal]] | None:

@@ -28,27 +28,16 @@ _FEEDS = ("tokens", "logprobs", "loss", "gradient")  # stages of which a forward
 
 
 class StageDifference(NamedTuple):
-    """The first difference of a stage.
+    """The first difference of a stage."""
 
-    Attributes:
-        stage: one of `STAGES`.
-        name: the array, as in the trace without the stage.
-        index: index of the first element that differs; empty: of a scalar, or shapes differ.
-        sides: text of the element on both sides.
-        ulps: distance of the two in units of the last place; None: they are no floats, or shapes differ.
-        arrays: number of arrays of the stage that differ.
-        elements: number of elements of this array that differ.
-        note: more of it, for people.
-    """
-
-    stage: str
-    name: str
-    index: tuple[int, ...]
-    sides: tuple[str, str]
-    ulps: int | None
-    arrays: int
-    elements: int
-    note: str = ""
+    stage: str  # one of `STAGES`
+    name: str  # the array, as in the trace without the stage
+    index: tuple[int, ...]  # index of the first element that differs; empty: of a scalar, or shapes differ
+    sides: tuple[str, str]  # text of the element on both sides
+    ulps: int | None  # distance of the two in units of the last place; None: they are no floats, or shapes differ
+    arrays: int  # number of arrays of the stage that differ
+    elements: int  # number of elements of this array that differ
+    note: str = ""  # more of it, for people
 
 
 def differences(a: UpdateTrace, b: UpdateTrace) -> list[StageDifference]:

@@ -24,17 +24,11 @@ _COUNTS = ("problems_", "audit")
 
 
 class Unequal(NamedTuple):
-    """A part of an update that two records have, and not alike.
+    """A part of an update that two records have, and not alike."""
 
-    Attributes:
-        part: one of `PARTS`.
-        what: which groups, metrics or arrays, by number or name; empty: not known.
-        sides: text of the first of them on both sides.
-    """
-
-    part: str
-    what: tuple[Any, ...]
-    sides: tuple[str, str]
+    part: str  # one of `PARTS`
+    what: tuple[Any, ...]  # groups, metrics or arrays, by number or name; empty: not known
+    sides: tuple[str, str]  # text of the first of them on both sides
 
 
 class RunRecord:

@@ -24,18 +24,13 @@ FORM = 1  # number of the form of files
 
 @dataclasses.dataclass(frozen=True)
 class UpdateTrace:
-    """An update.
+    """An update."""
 
-    Attributes:
-        samples: prompt and sample of each rollout, in the order of the batch.
-        arrays: by name, whose first part is the stage: see `STAGES` of compare.py.
-        before: parameters before the update, by path; empty if the trace comes from a file.
-        metrics: figures as in a run's log, without times.
-    """
-
-    samples: list[tuple[int, int]]
-    arrays: dict[str, np.ndarray]
+    samples: list[tuple[int, int]]  # prompt and sample of each rollout, in the order of the batch
+    arrays: dict[str, np.ndarray]  # arrays by name, whose first part is the stage: see `STAGES` of compare.py
+    # Parameters before the update, by path; empty if the trace comes from a file
     before: dict[str, np.ndarray] = dataclasses.field(default_factory=dict[str, np.ndarray])
+    # Figures as in a run's log, without times
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     def write(self, path: Path, **about: Any) -> None:

@@ -38,17 +38,13 @@ Beat = Callable[[int, int], None]  # is told (updates made, update wanted)
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """Other circumstances of an update.
+    """Other circumstances of an update."""
 
-    Attributes:
-        edit: changes the config, of which only what learns may differ (objective, learner, trainer).
-        rewards: other rewards, by prompt and sample.
-        dropped: samples that are left out.
-    """
-
+    # Changes the config, of which only what learns may differ (objective, learner, trainer)
     edit: Callable[[RLExperiment.Config], object] | None = None
+    # Other rewards, by prompt and sample
     rewards: Mapping[Sample, float] = dataclasses.field(default_factory=dict[Sample, float])
-    dropped: frozenset[Sample] = frozenset()
+    dropped: frozenset[Sample] = frozenset()  # samples that are left out
 
     def __bool__(self) -> bool:
         return bool(self.edit or self.rewards or self.dropped)
@@ -56,22 +52,15 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """An update that was made again.
-
-    Attributes:
-        start: updates of the checkpoint from which it was made; 0: the run's start.
-        unequal: the first update from there that has not come out as recorded, and what of it; None: all are equal.
-        trace: what the update was made of.
-        versions: checksums of the versions that were made, by number.
-        changed: the trace with the changes, if some were asked for.
-    """
+    """An update that was made again."""
 
     update: int
-    start: int
+    start: int  # updates of the checkpoint from which it was made; 0: the run's start
+    # The first update from there that has not come out as recorded, and what of it; None: all are equal
     unequal: tuple[int, list[Unequal]] | None
-    trace: UpdateTrace
-    versions: dict[int, str]
-    changed: UpdateTrace | None = None
+    trace: UpdateTrace  # arrays and metrics of the update
+    versions: dict[int, str]  # checksums of the versions that were made, by number
+    changed: UpdateTrace | None = None  # the trace with the changes, if some were asked for
 
     def write(self, path: Path) -> None:
         """Write all but the changed trace into a new file."""

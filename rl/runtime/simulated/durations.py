@@ -19,58 +19,40 @@ _FREE = {"cores", "weights_bytes", "core_network"}  # fields that may be None
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """Seconds, bytes and prices. A step of decoding takes `decode_step`, and more by active rows and cached tokens.
+    """Seconds, bytes and prices. A step of decoding takes `decode_step`, and more by active rows and cached tokens."""
 
-    Attributes:
-        decode_step: seconds of a step that draws a token of each row.
-        decode_row: seconds a step more for each active row.
-        decode_context: seconds a step more for each cached token of the active rows.
-        prefill_token: seconds for a token of a prompt; samples of a prompt share it.
-        lease: seconds of a lease beside its steps: submission, programs' launches.
-        update: seconds of an update.
-        update_token: seconds more for each token of its rollouts.
-        update_rest: seconds of the trainer's host between two updates.
-        score: seconds of a verifier process for an answer.
-        verifiers: processes of the verifier.
-        call: seconds of a call from one role to another.
-        push, pull, swap: seconds of these beside the transfer of the weights.
-        save: seconds for which the trainer waits for a checkpoint.
-        write: seconds after which the checkpoint counts.
-        start_trainer, start_worker, start_controller: seconds from the death of a role to its first call.
-        weights_bytes: bytes of a version; None: those of the policy.
-        server_network, worker_network: bytes a second of the parameter server's and of each worker's network, each way.
-        core_network: bytes a second between all hosts together; None: any.
-        cores: cores of the one host that all roles share; None: each role has devices of its own.
-        decode_cores, update_cores: cores among those that a worker and the trainer can use.
-        worker_price, trainer_price: dollars an hour, of each worker and of the trainer.
-    """
-
-    decode_step: float = 0.02
-    decode_row: float = 0.0
-    decode_context: float = 0.0
-    prefill_token: float = 0.0
-    lease: float = 0.0
-    update: float = 1.0
-    update_token: float = 0.0
-    update_rest: float = 0.0
-    score: float = 0.0
-    verifiers: float = 1.0
-    call: float = 0.0
+    decode_step: float = 0.02  # seconds of a step that draws a token of each row
+    decode_row: float = 0.0  # seconds a step more for each active row
+    decode_context: float = 0.0  # seconds a step more for each cached token of the active rows
+    prefill_token: float = 0.0  # seconds for a token of a prompt; samples of a prompt share it
+    lease: float = 0.0  # seconds of a lease beside its steps: submission, programs' launches
+    update: float = 1.0  # seconds of an update
+    update_token: float = 0.0  # seconds more for each token of its rollouts
+    update_rest: float = 0.0  # seconds of the trainer's host between two updates
+    score: float = 0.0  # seconds of a verifier process for an answer
+    verifiers: float = 1.0  # processes of the verifier
+    call: float = 0.0  # seconds of a call from one role to another
+    # `push`, `pull`, `swap`: seconds of these beside the transfer of the weights
     push: float = 0.0
     pull: float = 0.0
     swap: float = 0.0
-    save: float = 0.0
-    write: float = 0.0
+    save: float = 0.0  # seconds for which the trainer waits for a checkpoint
+    write: float = 0.0  # seconds after which the checkpoint counts
+    # `start_trainer`, `start_worker`, `start_controller`: seconds from the death of a role to its first call
     start_trainer: float = 60.0
     start_worker: float = 60.0
     start_controller: float = 10.0
-    weights_bytes: float | None = None
+    weights_bytes: float | None = None  # bytes of a version; None: those of the policy
+    # `server_network`, `worker_network`: bytes a second of the parameter server's and of each worker's network, each
+    # way
     server_network: float = 25e9
     worker_network: float = 25e9
-    core_network: float | None = None
-    cores: float | None = None
+    core_network: float | None = None  # bytes a second between all hosts together; None: any
+    cores: float | None = None  # cores of the one host that all roles share; None: each role has devices of its own
+    # `decode_cores`, `update_cores`: cores among those that a worker and the trainer can use
     decode_cores: float = 1.0
     update_cores: float = 1.0
+    # `worker_price`, `trainer_price`: dollars an hour, of each worker and of the trainer
     worker_price: float = 0.0
     trainer_price: float = 0.0
 

@@ -35,20 +35,14 @@ def grain_of(cfg: EngineConfig[Any]) -> int:
 
 @dataclasses.dataclass(slots=True)
 class _Row:
-    """A rollout that is drawn.
-
-    Attributes:
-        drawn: runs of tokens by version, as of the engine's step `since`.
-        count: tokens, as of then.
-        target: tokens at its end.
-    """
+    """A rollout that is drawn."""
 
     number: int
     request: Request
     sample: int
-    target: int
-    drawn: list[tuple[int, int]]
-    count: int
+    target: int  # tokens at its end
+    drawn: list[tuple[int, int]]  # runs of tokens by version, as of the engine's step `since`
+    count: int  # tokens, as of then
     since: int = 0
 
     def draw(self, until: int, version: int) -> None:

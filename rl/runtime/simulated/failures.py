@@ -18,36 +18,27 @@ _ROLES = ("trainer", "controller", "worker", *_COMMAND)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """Event in the life of a role.
+    """Event in the life of a role."""
 
-    Attributes:
-        time: seconds since the run began.
-        target: "trainer", "controller", "worker-N", or "worker": one of those alive, by the seed; "driver": the process
-            that supervises the roles; "raylet": Ray's, which takes all roles with it; in a trace of a simulation also
-            "zone-N": all workers of a zone.
-        kind: "kill": its process dies, and is started again; "gone": its host is lost and does not come back before
-            "back"; "slow": from now on its computations take `factor` times as long.
-        factor: factor of "slow".
-    """
-
-    time: float
+    time: float  # seconds since the run began
+    # "trainer", "controller", "worker-N", or "worker": one of those alive, by the seed; "driver": the process that
+    # supervises the roles; "raylet": Ray's, which takes all roles with it; in a trace of a simulation also "zone-N":
+    # all workers of a zone
     target: str
+    # "kill": its process dies, and is started again; "gone": its host is lost and does not come back before "back";
+    # "slow": from now on its computations take `factor` times as long
     kind: Kind = "kill"
-    factor: float = 1.0
+    factor: float = 1.0  # factor of "slow"
 
 
 @dataclasses.dataclass
 class Faults:
-    """Failures to inject into a real run.
+    """Failures to inject into a real run."""
 
-    Attributes:
-        after_update: completed updates at which one worker is killed; None: none is.
-        trace: kills by time, of which those that are done are gone.
-        began: monotonic time from which the trace counts: the first update that this command has seen.
-    """
-
-    after_update: int | None = None
+    after_update: int | None = None  # completed updates at which one worker is killed; None: none is
+    # Kills by time, of which those that are done are gone
     trace: list[Failure] = dataclasses.field(default_factory=list[Failure])
+    # Monotonic time from which the trace counts: the first update that this command has seen
     began: float | None = None
 
     def due(self, now: float) -> list[Failure]:

@@ -41,20 +41,13 @@ _NOTICED = 0.25  # seconds until the supervisor has noticed a death
 
 @dataclasses.dataclass(frozen=True)
 class SimulationPlan:
-    """A run to simulate.
+    """A run to simulate."""
 
-    Attributes:
-        cfg: the experiment, on its fleet.
-        lengths: tokens of answers.
-        hours: end of the simulation, if the updates have not ended before.
-        failures: by time.
-    """
-
-    cfg: RLExperiment.Config
+    cfg: RLExperiment.Config  # the experiment, on its fleet
     durations: Durations
-    lengths: AnswerLengths
-    hours: float = 12.0
-    failures: Sequence[Failure] = ()
+    lengths: AnswerLengths  # tokens of answers
+    hours: float = 12.0  # end of the simulation, if the updates have not ended before
+    failures: Sequence[Failure] = ()  # failures, in order of time
 
     def check(self) -> None:
         """Refuse what cannot be simulated (UserError: names the field)."""

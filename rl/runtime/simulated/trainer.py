@@ -48,20 +48,15 @@ class TrainerLog:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerParts:
-    """Parts of a trainer.
-
-    Attributes:
-        controller: calls of the controller.
-        work: lets the seconds of a computation pass on so many cores.
-    """
+    """Parts of a trainer."""
 
     cfg: PolicyTrainingConfig[Any]
     clock: VirtualClock
     links: Links
     server: ParameterServer
-    controller: Any
+    controller: Any  # calls of the controller
     events: EventLog
-    work: Callable[[float, float], None]
+    work: Callable[[float, float], None]  # lets the seconds of a computation pass on so many cores
 
     @property
     def durations(self) -> Durations:

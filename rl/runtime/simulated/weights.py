@@ -20,18 +20,13 @@ CORES = "cores"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Links:
-    """The network between the roles, and what moves over it.
-
-    Attributes:
-        flows: flows on the links; with one host there are none, and transfers take `Durations.push` and `.pull` alone.
-        durations: seconds beside transfers.
-        nbytes: bytes of a version.
-    """
+    """The network between the roles, and what moves over it."""
 
     clock: VirtualClock
+    # Flows on the links; with one host there are none, and transfers take `Durations.push` and `.pull` alone
     flows: Flows
-    durations: Durations
-    nbytes: float
+    durations: Durations  # seconds beside transfers
+    nbytes: float  # bytes of a version
 
     def spend(self, seconds: float) -> None:
         """Let the seconds beside a transfer pass; on one host they are a core's."""

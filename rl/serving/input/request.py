@@ -74,32 +74,22 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """The work of one HTTP request; prompt `i`'s sample `j` is choice `i * samples + j`.
-
-    Attributes:
-        usage_in_stream: a chunk with it ends a stream; `continuous_usage`: all chunks have it.
-        logprobs: alternatives of each token; None: no log-probabilities.
-        as_ids: words of log-probabilities are `token_id:N`.
-        prompt_logprobs: alternatives of each token of the prompt, likewise.
-        include_stop: what ends a text is part of it.
-        echo: texts of the prompts, if they are part of the answers.
-        tools: names of functions whose calls are told apart from text.
-    """
+    """The work of one HTTP request; prompt `i`'s sample `j` is choice `i * samples + j`."""
 
     requests: tuple[Request, ...]
     model: str
     chat: bool
     stream: bool = False
-    usage_in_stream: bool = False
+    usage_in_stream: bool = False  # a chunk with it ends a stream; `continuous_usage`: all chunks have it
     continuous_usage: bool = False
-    logprobs: int | None = None
-    as_ids: bool = False
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # alternatives of each token; None: no log-probabilities
+    as_ids: bool = False  # words of log-probabilities are `token_id:N`
+    prompt_logprobs: int | None = None  # alternatives of each token of the prompt, likewise
     token_ids: bool = False
     stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    echo: tuple[str, ...] = ()
-    tools: tuple[str, ...] = ()
+    include_stop: bool = False  # True: the end of a text is part of it
+    echo: tuple[str, ...] = ()  # texts of the prompts, if they are part of the answers
+    tools: tuple[str, ...] = ()  # names of functions whose calls are told apart from text
     call_style: CallStyle | None = None
 
     @property

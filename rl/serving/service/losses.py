@@ -35,20 +35,14 @@ TokenLoss = Callable[[jax.Array, Arrays], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class NamedLoss:
-    """A loss, what it takes, and its numbers.
+    """A loss, what it takes, and its numbers."""
 
-    Attributes:
-        of_tokens: function of log-probabilities [rows, length] and arrays; zero in all of them means that a token does
-            not count.
-        inputs: required inputs of a datum beside `target_tokens`.
-        optional: inputs that may be there; without them they follow from the numbers or the other inputs.
-        numbers: settings with their defaults.
-    """
-
+    # Function of log-probabilities [rows, length] and arrays; zero in all of them means that a token does not count
     of_tokens: TokenLoss
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # required inputs of a datum beside `target_tokens`
+    # Inputs that may be there; without them they follow from the numbers or the other inputs
     optional: tuple[str, ...] = ()
-    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)  # settings with their defaults
 
 
 def _cross_entropy(logprobs: jax.Array, arrays: Arrays) -> jax.Array:

@@ -66,32 +66,21 @@ class LoraSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CreateModel:
-    """Give a model a slot.
+    """Give a model a slot."""
 
-    Attributes:
-        spec: its adapter; None: that of `path`.
-        path: a saved state to begin with; None: random factors.
-        optimizer: take the moments and the number of steps of `path`, too.
-        created: seconds since the epoch.
-    """
-
-    spec: LoraSpec | None = None
-    path: str | None = None
-    optimizer: bool = False
-    created: float = dataclasses.field(default_factory=time.time)
+    spec: LoraSpec | None = None  # adapter to make; None: that of `path`
+    path: str | None = None  # a saved state to begin with; None: random factors
+    optimizer: bool = False  # take the moments and the number of steps of `path`, too
+    created: float = dataclasses.field(default_factory=time.time)  # seconds since the epoch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Datum:
-    """One row to train on.
+    """One row to train on."""
 
-    Attributes:
-        tokens: int32 [length], inputs of the model.
-        inputs: arrays of the loss by name, each [length]: `target_tokens` int64; `weights`, `advantages`, `logprobs`
-            and what else a loss takes float32.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # int32 [length], inputs of the model
+    # Arrays of the loss by name, each [length]: `target_tokens` int64; `weights`, `advantages`, `logprobs` and what
+    # else a loss takes float32
     inputs: Mapping[str, np.ndarray]
 
 
@@ -186,20 +175,11 @@ class SavedFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BaseFacts:
-    """The base of all adapters.
+    """The base of all adapters."""
 
-    Attributes:
-        name: what clients call it.
-        context_length: tokens of a row, or of a prompt and its answer together, at most.
-        max_rank: largest rank of an adapter.
-        vocab_size: token ids are below this.
-        stop_tokens: tokens that end every sample.
-        tokenizer: directory of its tokenizer in Hugging Face's form; None: it has none.
-    """
-
-    name: str
-    context_length: int
-    max_rank: int
-    vocab_size: int
-    stop_tokens: tuple[int, ...] = ()
-    tokenizer: str | None = None
+    name: str  # name that clients use
+    context_length: int  # tokens of a row, or of a prompt and its answer together, at most
+    max_rank: int  # largest rank of an adapter
+    vocab_size: int  # token ids are below this
+    stop_tokens: tuple[int, ...] = ()  # tokens that end every sample
+    tokenizer: str | None = None  # directory of its tokenizer in Hugging Face's form; None: it has none

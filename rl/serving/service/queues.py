@@ -38,28 +38,17 @@ class Task:
 
 @dataclasses.dataclass(slots=True)
 class ModelQueue:
-    """A model that has a slot, or is about to have one, and its requests.
+    """A model that has a slot, or is about to have one, and its requests."""
 
-    Attributes:
-        tenant: its owner.
-        created: seconds since the epoch.
-        next: the number that runs next.
-        kept_from: the first number whose answer is kept.
-        answers: futures of requests by number.
-        waiting: tasks by number that have not run.
-        last: what ends the queue, behind all of them.
-        ending: future of that.
-    """
-
-    tenant: str
-    created: float = 0.0
+    tenant: str  # owner
+    created: float = 0.0  # seconds since the epoch
     spec: LoraSpec = LoraSpec(1)
-    next: int = 0
-    kept_from: int = 0
-    answers: dict[int, Future[Any]] = dataclasses.field(default_factory=dict)
-    waiting: dict[int, Task] = dataclasses.field(default_factory=dict)
-    last: Task | None = None
-    ending: Future[Any] | None = None
+    next: int = 0  # the number that runs next
+    kept_from: int = 0  # the first number whose answer is kept
+    answers: dict[int, Future[Any]] = dataclasses.field(default_factory=dict)  # futures of requests by number
+    waiting: dict[int, Task] = dataclasses.field(default_factory=dict)  # tasks by number that have not run
+    last: Task | None = None  # end of the queue, behind all of them
+    ending: Future[Any] | None = None  # future of that
 
     @property
     def head(self) -> Task | None:

@@ -15,25 +15,16 @@ from rl.serving.service.row_programs import RowBatch
 
 @dataclasses.dataclass(frozen=True)
 class SlotLimits:
-    """Sizes of the training slots of a service.
+    """Sizes of the training slots of a service."""
 
-    Attributes:
-        slots: models at the same time.
-        rank: the largest rank; all take as much memory and time as one of this rank.
-        alpha: a product of factors is multiplied by alpha / rank.
-        context_length: the longest row.
-        tokens: tokens of a program, padding included: with few, small requests waste less, and large ones wait longer.
-        shortest: rows are padded to this length, or to twice, four times, ... as many tokens.
-        gradient_bytes: most memory that the gradients of a program's rows may take.
-    """
-
-    slots: int = 8
-    rank: int = 32
-    alpha: float = 32.0
-    context_length: int = 2048
+    slots: int = 8  # models at the same time
+    rank: int = 32  # the largest rank; all take as much memory and time as one of this rank
+    alpha: float = 32.0  # a product of factors is multiplied by alpha / rank
+    context_length: int = 2048  # the longest row
+    # Tokens of a program, padding included: with few, small requests waste less, and large ones wait longer
     tokens: int = 2048
-    shortest: int = 32
-    gradient_bytes: int = 1 << 30
+    shortest: int = 32  # rows are padded to this length, or to twice, four times, ... as many tokens.
+    gradient_bytes: int = 1 << 30  # most memory that the gradients of a program's rows may take
 
     def __post_init__(self) -> None:
         """Refuse sizes without room."""
@@ -58,18 +49,13 @@ class RowProgram(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class WaitingRow:
-    """A row that waits for its program.
+    """A row that waits for its program."""
 
-    Attributes:
-        index: number of its pass.
-        row: number in its pass.
-        arrays: its tokens, targets and inputs of the loss by name, [length], or [length, targets].
-    """
-
-    index: int
-    row: int
+    index: int  # number of its pass
+    row: int  # number in its pass
     job: TrainPass
     program: RowProgram
+    # Its tokens, targets and inputs of the loss by name, [length], or [length, targets]
     arrays: Mapping[str, np.ndarray]
 
     @property

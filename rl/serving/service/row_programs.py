@@ -31,41 +31,24 @@ LOGITS_AT_ONCE = 1 << 25  # logits that exist at a time; rows are cut into chunk
 
 
 class SlotArrays(NamedTuple):
-    """Arrays of all slots: nested dicts with `Factors` [layers, slots, ...]; slot 0 is no model's, for empty rows.
+    """Arrays of all slots: nested dicts with `Factors` [layers, slots, ...]; slot 0 is no model's, for empty rows."""
 
-    Attributes:
-        factors: the adapters, without their scales.
-        gradients: sums since the last step.
-        first: means of gradients (Adam).
-        second: means of squared gradients.
-    """
-
-    factors: Any
-    gradients: Any
-    first: Any
-    second: Any
+    factors: Any  # the adapters, without their scales
+    gradients: Any  # sums since the last step
+    first: Any  # means of gradients (Adam)
+    second: Any  # means of squared gradients
 
 
 class RowBatch(NamedTuple):
-    """Rows of one program: arrays [rows, length], and [rows].
+    """Rows of one program: arrays [rows, length], and [rows]."""
 
-    Attributes:
-        tokens: int32.
-        targets: int32, [rows, length, targets] if a token has several.
-        live: bool, False behind the end of a row.
-        arrays: float32 inputs of the losses, by name, in the shape of the targets.
-        slots: int32 [rows]; 0: an empty row.
-        kinds: int32 [rows], the number of the row's loss.
-        scales: float32 [rows], that of the adapter's product.
-    """
-
-    tokens: Any
-    targets: Any
-    live: Any
-    arrays: dict[str, Any]
-    slots: Any
-    kinds: Any
-    scales: Any
+    tokens: Any  # int32
+    targets: Any  # int32, [rows, length, targets] if a token has several
+    live: Any  # bool, False behind the end of a row
+    arrays: dict[str, Any]  # float32 inputs of the losses, by name, in the shape of the targets
+    slots: Any  # int32 [rows]; 0: an empty row
+    kinds: Any  # int32 [rows], the number of the row's loss
+    scales: Any  # float32 [rows], that of the adapter's product
 
 
 class RowResults(NamedTuple):
@@ -76,21 +59,13 @@ class RowResults(NamedTuple):
 
 
 class RowPrograms(NamedTuple):
-    """Jitted functions; arrays of slots that a function changes are donated to it.
+    """Jitted functions; arrays of slots that a function changes are donated to it."""
 
-    Attributes:
-        forward_backward: (params, factors, gradients, batch) -> gradients, results.
-        forward: (params, factors, batch) -> results.
-        step: (arrays, slot, settings) -> arrays, norm of the gradient; see `optimizer_step`.
-        write: (arrays, arrays of one slot, slot) -> arrays.
-        read: (arrays, slot) -> arrays of one slot.
-    """
-
-    forward_backward: Any
-    forward: Any
-    step: Any
-    write: Any
-    read: Any
+    forward_backward: Any  # (params, factors, gradients, batch) -> gradients, results
+    forward: Any  # (params, factors, batch) -> results
+    step: Any  # (arrays, slot, settings) -> arrays, norm of the gradient; see `optimizer_step`
+    write: Any  # (arrays, arrays of one slot, slot) -> arrays
+    read: Any  # (arrays, slot) -> arrays of one slot
 
 
 def row_programs(graphdef: nnx.GraphDef[Any]) -> RowPrograms:

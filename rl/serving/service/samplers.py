@@ -20,18 +20,12 @@ _KEPT = 1024  # answers of a sampler that are kept
 
 @dataclass(slots=True)
 class SamplerEntry:
-    """A sampler of a tenant.
-
-    Attributes:
-        path: where its weights are saved; None: nowhere.
-        adapter: name of its weights; None: the base.
-        answers: futures of requests by number, the oldest first.
-    """
+    """A sampler of a tenant."""
 
     tenant: str
-    path: str | None
-    adapter: str | None
-    answers: dict[int, Future[Any]] = field(default_factory=dict)
+    path: str | None  # place where its weights are saved; None: nowhere
+    adapter: str | None  # name of its weights; None: the base
+    answers: dict[int, Future[Any]] = field(default_factory=dict)  # futures of requests by number, the oldest first
 
 
 class OpenSamplers:

@@ -27,22 +27,14 @@ _FORMAT = "axl-slot-2"
 
 @dataclasses.dataclass(frozen=True)
 class SlotState:
-    """A model in host memory: float32 arrays by the paths of their matrices, in the rank of the spec.
-
-    Attributes:
-        step: optimizer steps taken.
-        factors: the adapter, without its scale.
-        first: Adam's means of gradients; None: zero.
-        second: Adam's means of squared gradients; None: zero.
-        gradients: sum since the last step; None: zero.
-    """
+    """A model in host memory: float32 arrays by the paths of their matrices, in the rank of the spec."""
 
     spec: LoraSpec
-    step: int
-    factors: Mapping[str, Factors]
-    first: Mapping[str, Factors] | None = None
-    second: Mapping[str, Factors] | None = None
-    gradients: Mapping[str, Factors] | None = None
+    step: int  # optimizer steps taken
+    factors: Mapping[str, Factors]  # the adapter, without its scale
+    first: Mapping[str, Factors] | None = None  # Adam's means of gradients; None: zero
+    second: Mapping[str, Factors] | None = None  # Adam's means of squared gradients; None: zero
+    gradients: Mapping[str, Factors] | None = None  # sum since the last step; None: zero
 
     def adapter(self, alpha: float) -> Adapter:
         """Return the adapter for an engine, with its scale, alpha / rank, in b."""

@@ -40,24 +40,15 @@ from rl.serving.service.slots import TrainingSlots
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """Limits of a service.
+    """Limits of a service."""
 
-    Attributes:
-        samples: requests of a tenant for samples without an answer.
-        training: requests of a tenant for training without an answer.
-        rows: rows of a training call, and of a part of a larger pass.
-        steps: optimizer steps from one snapshot of a model to the next.
-        journal: bytes by which the journal grows until what no replay needs is dropped.
-        shares: weights of tenants, 1 if not given.
-        quotas: limits of tenants' tokens, for training and for sampling each; others have none.
-    """
-
-    samples: int = 2048
-    training: int = 1024
-    rows: int = 32
-    steps: int = 16
-    journal: int = 256 << 20
-    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    samples: int = 2048  # requests of a tenant for samples without an answer
+    training: int = 1024  # requests of a tenant for training without an answer
+    rows: int = 32  # rows of a training call, and of a part of a larger pass
+    steps: int = 16  # optimizer steps from one snapshot of a model to the next
+    journal: int = 256 << 20  # bytes by which the journal grows until what no replay needs is dropped
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)  # weights of tenants, 1 if not given
+    # Limits of tenants' tokens, for training and for sampling each; others have none
     quotas: Mapping[str, Quota] = dataclasses.field(default_factory=dict)
 
     def fair_share(self) -> FairShare:

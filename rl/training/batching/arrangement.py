@@ -15,30 +15,20 @@ from rl.training.packing import Microbatch
 
 
 class Minibatch(NamedTuple):
-    """Rows of one optimizer step before their tokens are there.
+    """Rows of one optimizer step before their tokens are there."""
 
-    Attributes:
-        prepared: what the objective adds, arrays [groups, samples, ...]; zero beyond the rollouts of a smaller group.
-        microbatches: the rollouts of each row.
-        has_gradient: False if no update is to be made of it.
-    """
-
+    # What the objective adds, arrays [groups, samples, ...]; zero beyond the rollouts of a smaller group
     prepared: Prepared
-    microbatches: list[Microbatch]
-    has_gradient: bool
+    microbatches: list[Microbatch]  # the rollouts of each row
+    has_gradient: bool  # False if no update is to be made of it
 
 
 class Arranged(NamedTuple):
-    """A batch before its tokens are there.
+    """A batch before its tokens are there."""
 
-    Attributes:
-        minibatches: one, or the parts asked for.
-        figures: reward, reward/<family>, counts and fractions over the whole batch.
-        targets: a critic's, float64 [rollouts, tokens], and bool, the tokens of the loss; empty without one.
-    """
-
-    minibatches: list[Minibatch]
-    figures: dict[str, float]
+    minibatches: list[Minibatch]  # one, or the parts asked for
+    figures: dict[str, float]  # reward, reward/<family>, counts and fractions over the whole batch
+    # A critic's, float64 [rollouts, tokens], and bool, the tokens of the loss; empty without one
     targets: tuple[np.ndarray, np.ndarray] = (np.zeros((0, 0)), np.zeros((0, 0), bool))
 
     @property

@@ -11,19 +11,13 @@ from rl.training.packing import Microbatch, Packing, Row, Sizes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PaddedRows:
-    """Rows of equal sizes, each of one group or of some samples of it.
+    """Rows of equal sizes, each of one group or of some samples of it."""
 
-    Attributes:
-        max_prompt_tokens: tokens of a prompt, at most.
-        max_new_tokens: tokens of a completion, to which every one is padded.
-        row_multiple: the number of rows is padded to a multiple of it, which bounds the number of shapes compiled.
-        samples_per_row: samples in a row of a group, whose prompt is then in several rows, each to be computed by
-            itself; None: all.
-    """
-
-    max_prompt_tokens: int
-    max_new_tokens: int
+    max_prompt_tokens: int  # tokens of a prompt, at most
+    max_new_tokens: int  # tokens of a completion, to which every one is padded
+    # The number of rows is padded to a multiple of it, which bounds the number of shapes compiled
     row_multiple: int = 1
+    # Samples in a row of a group, whose prompt is then in several rows, each to be computed by itself; None: all
     samples_per_row: int | None = None
 
     tree = False
@@ -51,15 +45,10 @@ class PaddedRows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedRows:
-    """Rows of several groups by a packing, which holds for every rollout.
+    """Rows of several groups by a packing, which holds for every rollout."""
 
-    Attributes:
-        packing: plans the rows.
-        shards: devices that share the rows of a microbatch.
-    """
-
-    packing: Packing
-    shards: int = 1
+    packing: Packing  # plans the rows
+    shards: int = 1  # devices that share the rows of a microbatch
 
     @property
     def max_new_tokens(self) -> int:

@@ -26,15 +26,10 @@ from rl.training.logprobs import fill_rows, padded, row_length
 
 
 class RolloutValues(Configurable, abc.ABC):
-    """Base of critics: V of the state in which each token was drawn.
+    """Base of critics: V of the state in which each token was drawn."""
 
-    Attributes:
-        score: jitted (what `reads` returns, rows) -> float32 [rows, length], the values after each token.
-        separate: True if `update` makes updates of its own; else the values are learned in the policy's.
-    """
-
-    score: Any
-    separate: bool = True
+    score: Any  # jitted (what `reads` returns, rows) -> float32 [rows, length], the values after each token
+    separate: bool = True  # True if `update` makes updates of its own; else the values are learned in the policy's
 
     def __init__(self, sizes: PaddedRows):
         """Take the greatest numbers of tokens, and of what the rows of a batch are a multiple."""

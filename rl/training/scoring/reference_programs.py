@@ -17,17 +17,12 @@ from rl.training.scoring.reference_states import describe_policy
 
 
 class DescribedReference(NamedTuple):
-    """A reference policy on a mesh.
+    """A reference policy on a mesh."""
 
-    Attributes:
-        mesh: mesh of its devices, which need not exist.
-        rows: jitted `(params, arrays) -> log-probabilities`, by the forward pass of the update.
-        rollouts: jitted `(params, tokens=, targets=, temperature=) -> Chosen`, in the engine's order of sums.
-    """
-
-    mesh: Mesh
+    mesh: Mesh  # mesh of its devices, which need not exist
     params: Params
-    rows: Callable[..., Any]
+    rows: Callable[..., Any]  # jitted `(params, arrays) -> log-probabilities`, by the forward pass of the update
+    # Jitted `(params, tokens=, targets=, temperature=) -> Chosen`, in the engine's order of sums
     rollouts: Callable[..., Any]
 
 

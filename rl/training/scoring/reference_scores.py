@@ -27,15 +27,10 @@ StartScoring = Callable[[Batch, dict[str, jax.Array], int], Callable[[], dict[st
 
 
 class ReferenceScoring(NamedTuple):
-    """Scoring by the reference policy of one update.
+    """Scoring by the reference policy of one update."""
 
-    Attributes:
-        start: begins to score a microbatch, and returns how to get the arrays that it lacks, on the devices.
-        rollouts: scores rows of whole rollouts.
-    """
-
-    start: StartScoring
-    rollouts: RowsScorer
+    start: StartScoring  # begins to score a microbatch, and returns how to get the arrays that it lacks, on the devices
+    rollouts: RowsScorer  # scores rows of whole rollouts
 
 
 class TrainersReference:

@@ -25,45 +25,30 @@ Order = Literal["pipelined", "planned", "sequential", "flat"]
 
 @dataclasses.dataclass(slots=True)
 class GraphRecord:
-    """Record of one sample.
+    """Record of one sample."""
 
-    Attributes:
-        answers: by number of the node.
-        drawn: tokens drawn for each node.
-        critical_path: tokens drawn one after the other, plan and answers, where all rows are free.
-        error: why it has no answers; "" for nothing.
-    """
-
-    answers: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
-    drawn: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
-    critical_path: int = 0
-    error: str = ""
+    answers: dict[int, str] = dataclasses.field(default_factory=dict[int, str])  # answers by number of the node
+    drawn: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # tokens drawn for each node
+    critical_path: int = 0  # tokens drawn one after the other, plan and answers, where all rows are free
+    error: str = ""  # why it has no answers; "" for nothing
 
 
 class GraphDecoding(Configurable):
     """The agent loop; `records` has each sample's record once it is over, by (prompt id, sample id)."""
 
     class Config(ConfigBase["GraphDecoding"]):
-        """Fields of plans and nodes.
+        """Fields of plans and nodes."""
 
-        Attributes:
-            order: see the module.
-            max_nodes: nodes of a plan; a longer one fails its sample.
-            max_line_tokens: tokens of a plan line.
-            max_answer_tokens: tokens of a node's answer, which ends with a line as well.
-            node: text behind the problem's prompt from which a node answers; {number} and {text} are its line's.
-            parent: text of a parent's answer, with its {number} and {answer}.
-            asks: text before a node's answer.
-            ends_with: the answer that the completion is given: that of the highest number, or all of them.
-        """
-
-        order: Order = "pipelined"
-        max_nodes: int = 32
-        max_line_tokens: int = 64
-        max_answer_tokens: int = 64
+        order: Order = "pipelined"  # see the module
+        max_nodes: int = 32  # nodes of a plan; a longer one fails its sample
+        max_line_tokens: int = 64  # tokens of a plan line
+        max_answer_tokens: int = 64  # tokens of a node's answer, which ends with a line as well
+        # Text behind the problem's prompt from which a node answers; {number} and {text} are its line's
         node: str = "\n{number}: {text}\n"
+        # Text of a parent's answer, with its {number} and {answer}
         parent: str = "#{number} {answer}\n"
-        asks: str = "= "
+        asks: str = "= "  # text before a node's answer
+        # The answer that the completion is given: that of the highest number, or all of them
         ends_with: Literal["last", "all"] = "last"
 
         def check_fields(self) -> None:

@@ -19,19 +19,12 @@ class PlanError(UserError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanNode:
-    """One line of a plan.
+    """One line of a plan."""
 
-    Attributes:
-        number: its name in the plan.
-        parents: numbers of the nodes whose answers it needs.
-        text: the rest of the line.
-        written: tokens of the completion up to the end of its line.
-    """
-
-    number: int
-    parents: tuple[int, ...]
-    text: str
-    written: int
+    number: int  # name in the plan
+    parents: tuple[int, ...]  # numbers of the nodes whose answers it needs
+    text: str  # the rest of the line
+    written: int  # tokens of the completion up to the end of its line
 
 
 class GraphPlan:

@@ -33,26 +33,18 @@ class StoredPage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Page:
-    """Keys and values of one page: one array of each kind for all layers, and the experts of its tokens.
+    """Keys and values of one page: one array of each kind for all layers, and the experts of its tokens."""
 
-    Attributes:
-        arrays: [layers, ...] of each array of the pool, in the order of its tree.
-        record: routing of its tokens, [page_size, layers with experts, top_k]; None: it is not recorded.
-    """
-
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray, ...]  # [layers, ...] of each array of the pool, in the order of its tree
+    # Routing of its tokens, [page_size, layers with experts, top_k]; None: it is not recorded
     record: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PageForm:
-    """Shapes and types of the arrays of a page, and the codec of its bytes.
+    """Shapes and types of the arrays of a page, and the codec of its bytes."""
 
-    Attributes:
-        arrays: shape and dtype of each, for all layers.
-    """
-
-    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]  # shape and dtype of each, for all layers
     codec: TensorCodec
 
     @property

@@ -13,16 +13,11 @@ from rl.rollout.sampling import SamplingMetadata
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunnerCall:
-    """A method of the model runner, or of the remote runner, with its arguments.
-
-    Attributes:
-        arguments: numpy arrays and dataclasses of them, of the types in `_ARGUMENTS`.
-        options: numbers by name.
-    """
+    """A method of the model runner, or of the remote runner, with its arguments."""
 
     name: str
-    arguments: tuple[Any, ...] = ()
-    options: Mapping[str, int | None] = dataclasses.field(default_factory=dict[str, int | None])
+    arguments: tuple[Any, ...] = ()  # numpy arrays and dataclasses of them, of the types in `_ARGUMENTS`
+    options: Mapping[str, int | None] = dataclasses.field(default_factory=dict[str, int | None])  # numbers by name
 
 
 _ARRAY = 0  # stands for any array

@@ -43,21 +43,13 @@ def rules_of(samplers: Iterable[Sampler.Config]) -> Rules:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """One program.
+    """One program."""
 
-    Attributes:
-        kind: verify: decoding with drafts. score: a prefill of one row that scores its tokens.
-        rows: sequences.
-        tokens: tokens of each row; of decoding, that a step feeds.
-        keys: keys of a prefill's window.
-        rules: sampling rules of decoding.
-    """
-
-    kind: Kind
-    rows: int
-    tokens: int = 1
-    keys: int = 0
-    rules: Rules = Rules.PLAIN
+    kind: Kind  # verify: decoding with drafts. score: a prefill of one row that scores its tokens.
+    rows: int  # sequences
+    tokens: int = 1  # tokens of each row; of decoding, that a step feeds
+    keys: int = 0  # keys of a prefill's window
+    rules: Rules = Rules.PLAIN  # sampling rules of decoding
 
     def covers(self, other: "Shape") -> bool:
         """Return True if a dispatch for `other` can take this program."""

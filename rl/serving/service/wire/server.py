@@ -30,23 +30,14 @@ _FEWEST = 512  # tokens of a training program
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """Settings of a service.
+    """Settings of a service."""
 
-    Attributes:
-        name: name of the base, as clients give it.
-        state: directory of saved adapters and accepted requests.
-        slots: adapters that are trained, and that are in the engine, at a time.
-        rank: largest rank of an adapter.
-        tokenizer: directory of the base's tokenizer in Hugging Face's form; None: it has none.
-        limits: limits of tenants.
-    """
-
-    name: str
-    state: Path
-    slots: int = 32
-    rank: int = 32
-    tokenizer: str | None = None
-    limits: ServiceLimits = ServiceLimits()
+    name: str  # name of the base, as clients give it
+    state: Path  # directory of saved adapters and accepted requests
+    slots: int = 32  # adapters that are trained, and that are in the engine, at a time
+    rank: int = 32  # largest rank of an adapter
+    tokenizer: str | None = None  # directory of the base's tokenizer in Hugging Face's form; None: it has none
+    limits: ServiceLimits = ServiceLimits()  # limits of tenants
 
 
 def make_service(

@@ -40,22 +40,15 @@ _PHRASES = {
 
 
 class Reading(NamedTuple):
-    """A text as a value of some kind.
+    """A text as a value of some kind."""
 
-    Attributes:
-        kind: "number", "choice", "word", "time", "date", "list", "set", "union", "interval", "relation", "tuple",
-            "matrix", "determinant", "cases", "equation" or "expression".
-        value: the `Fraction` of a number, the LaTeX of an expression, the parts of others as a tuple.
-        unit: unit of a number or an expression, such as "%", "$", "degree" or "cm"; "" without one.
-        decimals: the number was written with a decimal point.
-        text: the text as it was written, as LaTeX.
-    """
-
+    # "number", "choice", "word", "time", "date", "list", "set", "union", "interval", "relation", "tuple", "matrix",
+    # "determinant", "cases", "equation" or "expression"
     kind: str
-    value: Any
-    unit: str = ""
-    decimals: bool = False
-    text: str = ""
+    value: Any  # the `Fraction` of a number, the LaTeX of an expression, the parts of others as a tuple
+    unit: str = ""  # unit of a number or an expression, such as "%", "$", "degree" or "cm"; "" without one
+    decimals: bool = False  # the number was written with a decimal point
+    text: str = ""  # the text as it was written, as LaTeX
 
     def __str__(self) -> str:
         unit = f" {self.unit}" if self.unit else ""
