@@ -7,6 +7,7 @@ Everywhere the partition is read from the array's own type (explicit sharding); 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -94,3 +95,15 @@ def merge_rows(x: jax.Array) -> jax.Array:
     out = None if spec is None else PartitionSpec(spec[1], *spec[2:])
     x = jnp.swapaxes(x, 0, 1)
     return jnp.reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), out_sharding=out)
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """Return the manual axes over which x may vary; empty outside of a shard_map."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def vary[T: jax.Array](x: T, axes: Iterable[str]) -> T:
+    """Return x as a value that may vary over these axes too; its gradient is summed over those that are new."""
+    new = tuple(sorted(set(axes) - varying(x)))
+    return jax.lax.pcast(x, new, to="varying") if new else x

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.checkpoint import reader
-from axlearn_like.checkpoint.claims import check_files, check_sizes, open_store, store_fault
+from axlearn_like.checkpoint.damage import check_files, check_sizes, open_store, store_fault
 from axlearn_like.checkpoint.manifest import Manifest
 from axlearn_like.checkpoint.plain.chunks import Layout
 from axlearn_like.checkpoint.versions import CheckpointError, find_version

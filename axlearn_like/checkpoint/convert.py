@@ -13,7 +13,7 @@ from typing import Any, Protocol, override
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.checkpoint.plain.entries import as_stacks
+from axlearn_like.checkpoint.plain.plain_arrays import as_stacks
 from axlearn_like.checkpoint.reader import check_params, restore_params
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.layers.base import fan_in_init

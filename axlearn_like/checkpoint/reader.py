@@ -10,8 +10,16 @@ from typing import Any
 
 import jax
 
-from axlearn_like.checkpoint.claims import check_entries, check_files, check_sizes, check_stores
-from axlearn_like.checkpoint.damage import EXTRAS, MANIFEST, digest_of, find_damage
+from axlearn_like.checkpoint.damage import (
+    EXTRAS,
+    MANIFEST,
+    check_entries,
+    check_files,
+    check_sizes,
+    check_stores,
+    digest_of,
+    find_damage,
+)
 from axlearn_like.checkpoint.manifest import abstract_from, check_structure, make_manifest
 from axlearn_like.checkpoint.plain.plain_arrays import CorruptError, read_plain
 from axlearn_like.checkpoint.versions import PARAMS, CheckpointError, find_version, list_steps

@@ -29,7 +29,7 @@ from axlearn_like.layers.wrappers.low_rank.matrices import current_dropout_key, 
 from axlearn_like.layers.wrappers.stacked import keep_in_stack
 from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
 from mesh.errors import UserError
-from mesh.programs.traced import traced_once, unknown_indices
+from mesh.programs.shared import traced_once, unknown_indices
 from mesh.sharding import gather_length, shard_residual
 
 

@@ -19,9 +19,8 @@ from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.quantised_matmul import product_numbers, quantised_dot
 from axlearn_like.layers.wrappers.low_rank.matrices import AddedProduct, FactorisedMatrix, RowAdapted
 from axlearn_like.layers.wrappers.matrix_forms import ColumnParts, StackEntry, Transposed, Watched
-from mesh.manual import varying
 from mesh.rules import axis_sizes, partition
-from mesh.sharding import length_axes
+from mesh.sharding import length_axes, varying
 
 _BY_ROWS = (((1,), (1,)), ((), ()))  # last axes of both matrices
 _TABLE_ROWS = 2048

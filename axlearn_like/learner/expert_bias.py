@@ -1,7 +1,7 @@
 """The step of the biases that balance experts, which is not gradient descent (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
 
 A router with such a bias calls it `balance_bias_e`, and returns as its gradient by how much each expert's load exceeds
-the mean (`axlearn_like.layers.moe.load_balance.balance_bias`). Averaged over microbatches, layers and devices like any
+the mean (`axlearn_like.layers.moe.router.balance_bias`). Averaged over microbatches, layers and devices like any
 gradient, it reaches the learner, which removes it before it looks at gradients, and moves each bias by a fixed step
 against its sign. So clipping, norms, moments and decay of the other parameters are not affected.
 """

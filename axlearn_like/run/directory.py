@@ -16,9 +16,7 @@ from axlearn_like.config import strip_comments
 from axlearn_like.run.closing import Closing
 from axlearn_like.run.mirror import RunMirror, RunTaken, working_folder
 from axlearn_like.run.object_store import local_path
-from axlearn_like.run.opening.owner import Holder, is_alive, parse_owner, this_process
-from axlearn_like.run.opening.refused import Before
-from axlearn_like.run.opening.same_run import same_run
+from axlearn_like.run.opening import Before, Holder, is_alive, parse_owner, same_run, this_process
 from mesh.errors import UserError
 from mesh.files.bounded import is_readable, read_bounded, read_text
 from mesh.files.bucket import BucketError, bucket_url

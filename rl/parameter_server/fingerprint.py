@@ -22,7 +22,7 @@ import xxhash
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axlearn_like.checkpoint.plain.entries import StackEntries
+from axlearn_like.checkpoint.plain.plain_arrays import StackEntries
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
 from mesh.devices import platform

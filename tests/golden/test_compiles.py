@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from mesh import UserError, make_mesh
 from tests.golden.compiles import CASES, chosen, golden_lines, stored_versions
-from tools.aot.arguments import arguments
+from tools.aot.report import arguments
 
 REPLICATED = P()
 

@@ -85,8 +85,7 @@ def command(
     if search.sweep:
         return _sweep(cfg, topology, target, search, chosen, as_json=as_json)
     outcome = compile_experiment(cfg, step, topology, chosen)
-    from tools.aot.advice import advice
-    from tools.aot.table import print_report
+    from tools.aot.table import advice, print_report
 
     report = {"experiment": target.experiment, **outcome.report, "advice": advice(cfg, outcome)}
     if not as_json:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import click
 
-from axlearn_like.run.bytes_progress import bytes_progress
 from axlearn_like.run.object_store import outgoing
+from axlearn_like.run.progress import bytes_progress
 from mesh.errors import UserError, printable
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.experiment import AnyPath, LocalPath, text_options
@@ -61,7 +61,7 @@ def _import(
     from axlearn_like.tokenizers.embedding import tokenizer_fault
     from models.huggingface.checkpoints.directory import HuggingFaceDirectory
     from models.huggingface.checkpoints.importing import import_checkpoint
-    from models.huggingface.checkpoints.with_adapter import with_adapter
+    from models.huggingface.checkpoints.importing_adapter import with_adapter
 
     began = time.monotonic()
     found = HuggingFaceDirectory.open(source)

@@ -118,7 +118,7 @@ def command(
     refuse(plan)
     say = partial(click.echo, err=as_json)
     if dry_run is None and cfg.on == "slurm":
-        from tools.launch.slurm.submit import submit
+        from tools.launch.slurm.jobs import submit
 
         cfg.require("on", not wait, "another target with --wait: a job of Slurm outlives its limits of time")
         submit(cfg, plan, *submission(cfg, plan), say)

@@ -12,8 +12,7 @@
 returns at once if all is done. Ctrl-C, or the interrupt button of a notebook, stops after the current update.
 """
 
-from tools.run.finished import FinishedRun, Row
-from tools.run.plots import Html, live_plot, plot_rows
+from tools.run.finished import FinishedRun, Html, Row, live_plot, plot_rows
 from tools.run.policy import Policy, load_policy
 from tools.run.running import OnStep, run
 

@@ -19,8 +19,8 @@ import xxhash
 from axlearn_like.input.encoding import Encoded
 from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache.file import DamagedCache, TokenFile, TokenWriter
-from axlearn_like.run.bytes_progress import bytes_progress
 from axlearn_like.run.disk import raising_disk_full
+from axlearn_like.run.progress import bytes_progress
 from mesh.files.cache_directory import cache_directory
 
 _FORMAT = 1

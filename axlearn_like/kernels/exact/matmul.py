@@ -6,6 +6,11 @@ serves every batch. Columns are the outer axis of the grid: a block of the matri
 mesh may cut the depth, it has equal parts, each summed so, whose sums are added by a tree (parts.py).
 
 Few rows cost as much as `ROWS`: on TPUs a product with fewer is bound by the reading of the matrix anyway.
+
+Grouped products: pairs of a group and a tile of `ROWS` rows that holds some of the group's are visited in order
+(stacked_grouped_matmul.py), each multiplied as in `exact_matmul`, whole tiles at a time: where a row stands, and whose
+rows stand beside it, changes nothing. The depth may be one of equal parts, whose sums are then added by a tree
+(parts.py).
 """
 
 import functools
@@ -18,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from axlearn_like.kernels.exact.parts import tree_sum
+from axlearn_like.kernels.stacked_grouped_matmul import VisitPlan, is_turned, product_by_visits
 from mesh.cost.expected import costs
 
 ROWS = 128  # rows of a tile
@@ -106,3 +112,50 @@ def product_of_part(x: Any, matrix: Any, first: int, size: int, *, table: bool) 
             preferred_element_type=jnp.float32,
         )
     return total
+
+
+def exact_grouped_matmul(
+    x_ri: jax.Array,
+    stack_lgio: jax.Array,
+    sizes: jax.Array,
+    layer: jax.Array | int = 0,
+    *,
+    part: int = 0,
+    parts: int = 1,
+    dtype: DTypeLike | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Return rows times the matrices of their groups, [r, o], on one device.
+
+    Args:
+        x_ri: [rows, in / parts], sorted by group: that part of the depth. float32 (multiplied exactly) or bfloat16.
+        stack_lgio: [layers, groups, in, out], of the type of x, read in place.
+        sizes: int32 [groups], rows of each group; rows behind all of them have an undefined result.
+        layer: the layer's place in the stack.
+        part: which part of the depth is multiplied.
+        parts: parts of the depth.
+        dtype: dtype of the result; None: that of x.
+        interpret: simulate a TPU, which is slow.
+    """
+    depth, columns = x_ri.shape[1], stack_lgio.shape[3]
+    assert depth * parts == stack_lgio.shape[2]
+    return product_by_visits(
+        _multiply,
+        x_ri,
+        stack_lgio,
+        layer,
+        sizes,
+        VisitPlan(
+            name="exact_grouped_matmul",
+            tile=ROWS,
+            width=columns_of_block(depth, stack_lgio.dtype.itemsize),
+            turned=parts == 1 and is_turned(depth, columns),
+            part=part,
+            interpret=interpret,
+        ),
+        dtype=dtype,
+    )
+
+
+def _multiply(x: Any, matrix: Any, *, turned: bool) -> jax.Array:
+    return product_of_part(x, matrix, 0, x.shape[1], table=turned)

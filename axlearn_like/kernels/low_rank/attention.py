@@ -26,8 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, in_halves
-from axlearn_like.kernels.low_rank.keys import KeyMatrices, block_angles, finish_keys, make_heads
-from axlearn_like.kernels.low_rank.queries import ItemQueries
+from axlearn_like.kernels.low_rank.keys import ItemQueries, KeyMatrices, block_angles, finish_keys, make_heads
 from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.pages import write_pages

@@ -28,8 +28,8 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.kernels.paged_attention.rows import LANES
 from mesh.cost.expected import costs
-from mesh.manual import varying
 from mesh.rules import axis_sizes
+from mesh.sharding import varying
 
 TOKENS = 512  # tokens of a block
 UNITS = 512  # hidden units of a tile, at most

@@ -45,7 +45,7 @@ class KernelShapes:
         longest: tokens that a row can have, whole pages.
         chunk: tokens of a row of a prefill at most.
         tile: rows that share keys; None: none do.
-        int8: pages hold int8 numbers and their scales (int8_scales.py).
+        int8: pages hold int8 numbers and their scales (int8.py).
     """
 
     heads: tuple[int, int, int]

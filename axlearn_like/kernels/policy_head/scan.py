@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.policy_head.sums import NEVER, HeadRules, Sums, d_products, merge_shards
-from mesh.manual import vary, varying
+from mesh.sharding import vary, varying
 
 
 class HeadInputs(NamedTuple):

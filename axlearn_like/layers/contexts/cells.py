@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from axlearn_like.layers.contexts.blocks import KEY_BLOCK, key_blocks
 from axlearn_like.layers.contexts.latents import Expand, page_size_of, read_expanded
 from axlearn_like.layers.contexts.paged import Pool, read_window
-from mesh.programs.traced import traced_once, unknown
+from mesh.programs.shared import traced_once, unknown
 from mesh.rules import constrain, partition
 
 

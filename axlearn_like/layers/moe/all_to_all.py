@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mesh.manual import vary, varying
+from mesh.sharding import vary, varying
 
 
 class SendPlan(NamedTuple):

@@ -26,8 +26,8 @@ from axlearn_like.layers.moe.weights import ExpertWeights, each_weight, gathered
 from axlearn_like.layers.wrappers.matrix_forms import StackEntry
 from mesh.cost.expected import filled
 from mesh.errors import UserError
-from mesh.manual import vary, varying
 from mesh.rules import axis_sizes, manual_axis_sizes, partition
+from mesh.sharding import vary, varying
 
 _ROWS = 8  # capacities are multiples of this
 _CAPACITY_FACTOR = 1.25  # MaxText's and GShard's, where rows above it are dropped

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from axlearn_like.kernels.exact.grouped_matmul import exact_grouped_matmul
+from axlearn_like.kernels.exact.matmul import exact_grouped_matmul
 from axlearn_like.kernels.exact.parts import parts_of, sharing_axes, sum_over_devices, tree_sum
 from axlearn_like.layers.moe.dispatch import combine, counts, order_by, repeat_sorted
 from axlearn_like.layers.wrappers.matrix_forms import StackEntry

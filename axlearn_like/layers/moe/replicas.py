@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.layers.moe.placement import WHOLE
-from mesh.manual import vary, varying
+from mesh.sharding import vary, varying
 
 
 class Placement(NamedTuple):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mesh.cost.expected import turns
-from mesh.manual import vary, varying
+from mesh.sharding import vary, varying
 
 # (rows, weights, sizes, into, turn) -> `into` with that round's rows replaced by their results.
 Round = Callable[[jax.Array, Any, Any, jax.Array, Any], jax.Array]

@@ -22,8 +22,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.layers.base import bind, split
 from mesh.errors import UserError
-from mesh.manual import vary, varying
-from mesh.sharding import entry_axes, full_spec, gather_over, token_axes
+from mesh.sharding import entry_axes, full_spec, gather_over, token_axes, vary, varying
 
 
 def map_chunks(fn: Callable[..., Any], chunks: int, *arrays: jax.Array) -> Any:

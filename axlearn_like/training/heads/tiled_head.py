@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.kernels.policy_head.statistics import OtherPolicy, policy_statistics
 from axlearn_like.kernels.policy_head.sums import HeadRules, Statistics
-from mesh.manual import vary
-from mesh.sharding import entry_axes, full_spec, shard_like, token_axes
+from mesh.sharding import entry_axes, full_spec, shard_like, token_axes, vary
 
 
 class OtherHead(NamedTuple):

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axlearn_like.checkpoint.manifest import check_structure
-from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
-from axlearn_like.checkpoint.plain.plain_arrays import put_copies
+from axlearn_like.checkpoint.plain.plain_arrays import EntriesStruct, StackEntries, put_copies
 from axlearn_like.checkpoint.reader import check_params, restore_params, saved_manifest
 from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import ConfigBase, Configurable

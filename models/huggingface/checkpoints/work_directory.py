@@ -11,8 +11,7 @@ from axlearn_like.checkpoint.plain.chunks import sync
 from axlearn_like.run.disk import is_full_disk
 from mesh.errors import UserError
 from models.huggingface.rows import ConversionError
-from models.huggingface.tensor_files.safetensors import SafetensorsWriter
-from models.huggingface.tensor_files.same_file import SameFile
+from models.huggingface.tensor_files.safetensors import SafetensorsWriter, SameFile
 
 
 def check_free(target: Path, what: str, *, content: str) -> bool:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
+from axlearn_like.checkpoint.plain.plain_arrays import EntriesStruct, StackEntries
 from rl.parameter_server.index_ranges import IndexRange
 
 type Needed = Mapping[IndexRange, Sequence[Any]]  # devices by index range

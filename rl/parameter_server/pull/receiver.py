@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from axlearn_like.checkpoint.plain.entries import StackEntries
+from axlearn_like.checkpoint.plain.plain_arrays import StackEntries
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
 from rl.parameter_server.codecs import get_codec

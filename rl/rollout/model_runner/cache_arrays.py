@@ -111,7 +111,7 @@ class CacheArrays:
         pages, page_size = self._cfg.pool_pages, self._cfg.page_size
         rounded = self._cfg.kv_cache_dtype == "int8"
         if self._kernel:
-            from axlearn_like.kernels.paged_attention.int8_scales import make_int8_kernel_pool
+            from axlearn_like.kernels.paged_attention.int8 import make_int8_kernel_pool
             from axlearn_like.kernels.paged_attention.pages import make_pool as make_kernel_pool
 
             if self._ranks is not None:

@@ -22,7 +22,7 @@ from axlearn_like.layers.wrappers.columns import cut_columns
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
-from mesh.programs.traced import unknown_indices
+from mesh.programs.shared import unknown_indices
 from rl.rollout.decoding.drawing import distribution, draw, keep_most, row_keys
 from rl.rollout.decoding.penalties import with_drawn
 from rl.rollout.decoding.scores import Scores, drawn_scores, empty_scores, prompt_scores

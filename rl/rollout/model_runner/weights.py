@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axlearn_like.checkpoint.plain.entries import EntriesStruct
+from axlearn_like.checkpoint.plain.plain_arrays import EntriesStruct
 from axlearn_like.config import ConfigBase, ConfigError, path_of
 from axlearn_like.input.source import Source
 from axlearn_like.layers.attention.grouped_query import MERGEABLE

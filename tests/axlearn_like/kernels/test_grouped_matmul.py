@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.blocked_matmul import in_blocks
-from axlearn_like.kernels.grouped_matmul import grouped_product
+from axlearn_like.kernels.grouped_matmul import grouped_product, in_blocks
 
 GROUPS, IN, OUT, ROWS = 5, 12, 20, 150
 

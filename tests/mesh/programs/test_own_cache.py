@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mesh.files.written import replace_file
-from mesh.programs.own_cache import load_own, use_own_entries
+from mesh.programs.compilation import load_own, use_own_entries
 from tests.mesh.files.test_written import AS_ROOT, OTHER
 from tests.test_floors import ROOT
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mesh.programs.traced import traced_once, unknown, unknown_indices
+from mesh.programs.shared import traced_once, unknown, unknown_indices
 
 
 def test_indices_count_up_and_are_no_constants_of_the_program():

@@ -25,8 +25,8 @@ from models.huggingface.adapters import CONFIG, TENSORS, from_peft, to_peft
 from models.huggingface.architectures import config_json
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import import_checkpoint
+from models.huggingface.checkpoints.importing_adapter import with_adapter
 from models.huggingface.checkpoints.merged import MergedParams
-from models.huggingface.checkpoints.with_adapter import with_adapter
 from models.huggingface.convert import by_name, to_huggingface
 from models.huggingface.rows import ConversionError
 from models.huggingface.tensor_files.safetensors import SafetensorsWriter

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
+from axlearn_like.checkpoint.plain.plain_arrays import EntriesStruct, StackEntries
 from axlearn_like.checkpoint.pretrained import Pretrained
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.checkpoint.versions import CheckpointError

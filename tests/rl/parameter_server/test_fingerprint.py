@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.checkpoint.plain.entries import StackEntries
+from axlearn_like.checkpoint.plain.plain_arrays import StackEntries
 from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import Params, build_abstract, split
 from axlearn_like.layers.decoder import Block, Decoder

@@ -199,7 +199,7 @@ def test_prompts_of_all_lengths_are_scored_to_the_bit(kv_heads: int, max_num_seq
 
 @pytest.mark.full
 def test_steps_of_many_rows_are_scored_to_the_bit():
-    """Steps of 64 rows multiply with the matrices of queries, keys and values together (joined_heads.py)."""
+    """Steps of 64 rows multiply with the matrices of queries, keys and values together (grouped_query.py)."""
     assert_scored(4, 2, samples=7, max_num_seqs=64)
 
 

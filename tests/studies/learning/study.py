@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from axlearn_like.config import to_text
-from axlearn_like.run.opening.same_run import same_run
+from axlearn_like.run.opening import same_run
 from axlearn_like.training.trainer import Trainer
 from mesh.errors import UserError, did_you_mean
 from mesh.programs.compilation import enable_compilation_cache

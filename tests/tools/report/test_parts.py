@@ -3,7 +3,7 @@
 import pytest
 
 from rl.audit.invariants import Finding
-from tools.report import charts, headline, invariants, spans, svg
+from tools.report import charts, headline, invariants, svg, timeline
 
 
 def test_ticks_and_scales() -> None:
@@ -26,11 +26,11 @@ def test_smoothing_keeps_a_constant_and_has_no_lag() -> None:
 
 def test_busy_counts_overlap_once_and_waiting_not() -> None:
     found = [
-        spans.Span("update", 0, 4),
-        spans.Span("push", 3, 5),
-        spans.Span("wait", 5, 10),
+        timeline.Span("update", 0, 4),
+        timeline.Span("push", 3, 5),
+        timeline.Span("wait", 5, 10),
     ]
-    assert spans.busy(found, 0.0, 10.0) == pytest.approx(0.5)
+    assert timeline.busy(found, 0.0, 10.0) == pytest.approx(0.5)
 
 
 def test_no_tile_stands_alone() -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tests.tools.report.made_up_run import FAMILIES, section, write_run
-from tools.report import charts, load_run, spans, timeline
+from tools.report import charts, load_run, timeline
 from tools.report.html import render
 
 
@@ -37,7 +37,7 @@ def test_a_role_without_spans_has_a_lane_that_shows_when_it_was_down(tmp_path: P
     with (path / "events.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
     run = load_run(path)
-    assert spans.lanes(run)["controller"] == []
+    assert timeline.lanes(run)["controller"] == []
     down = [(o.target, round(o.killed - first, 1), o.back and round(o.back - first, 1)) for o in run.outages]
     assert down == [("controller", 0.0, 1.0), ("controller", 2.0, 3.0), ("driver", 4.0, 5.0)]
     lanes = section(render(run), "timeline")
@@ -52,7 +52,7 @@ def test_versions_stand_below_the_times_where_they_were_published(tmp_path: Path
     with (path / "events.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
     run = load_run(path)
-    near = spans.versions(run, at - 1, at + 1)
+    near = timeline.versions(run, at - 1, at + 1)
     assert (at, 7) in near and (at + 9, 5) not in near
     drawn = timeline.overview(run)
     assert re.search(r"version \d+ published .* after the start", drawn) and re.search(r">v\d+<", drawn)

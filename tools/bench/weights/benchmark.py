@@ -14,8 +14,7 @@ from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import in_process
 from tools.bench.harness.sections import Interrupted, run_sections
 from tools.bench.weights import model
-from tools.bench.weights.roles import Server, Trainer, Worker
-from tools.bench.weights.yardsticks import memcpy, raw_stream
+from tools.bench.weights.roles import Server, Trainer, Worker, memcpy, raw_stream
 
 ROUNDS = 7
 WARM_UP = 2  # the memory of the first version is used again from the third on

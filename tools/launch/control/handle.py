@@ -15,10 +15,9 @@ from tools.launch.kubernetes.cluster import KubernetesCluster
 from tools.launch.kubernetes.kubeconfig import find_access
 from tools.launch.launch import Launch
 from tools.launch.local.client import LocalCluster, free_port
-from tools.launch.local.machine import check_size
+from tools.launch.local.manifest import check_size
 from tools.launch.plan import LaunchPlan, plan_launch, refuse
-from tools.launch.queued.cluster import QueuedResources, queued_resources
-from tools.launch.queued.google import GoogleAccess
+from tools.launch.queued.cluster import GoogleAccess, QueuedResources, queued_resources
 from tools.launch.queued.request import queued_resource
 from tools.launch.slurm.jobs import SlurmJobs
 from tools.launch.submission import submission
@@ -92,9 +91,7 @@ def launch(cfg: Launch.Config, plan: LaunchPlan | None = None, say: Say = print)
     if plan is None:
         plan = plan_launch(cfg)
     refuse(plan)
-    cfg.require(
-        "on", cfg.on != "slurm", "another target; tools.launch.slurm.submit has Slurm's, whose commands show it"
-    )
+    cfg.require("on", cfg.on != "slurm", "another target; tools.launch.slurm.jobs has Slurm's, whose commands show it")
     if cfg.on == "queued-resource":
         resources = queued_resources(cfg, say)
         _, bundle = submission(cfg, plan)

@@ -18,8 +18,7 @@ from mesh.files.written import replace_file
 from tools.launch.control.api import Object
 from tools.launch.kubernetes.names import check_label
 from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locked, mark_of, temporary_of
-from tools.launch.local.machine import variables_of
-from tools.launch.local.manifest import read_jobset
+from tools.launch.local.manifest import read_jobset, variables_of
 from tools.launch.local.pod import kill_marked
 from tools.launch.plan import LaunchPlan
 

@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.launch.process.child import STOPPED, StopSignals, run_command
-from tools.launch.process.machine import MachineError, check_machine, meeting_host, release_lock
-from tools.launch.process.platform import corrected
+from tools.launch.process.machine import MachineError, check_machine, corrected, meeting_host, release_lock
 from tools.launch.process.ray_cluster import RESTART, run_head, run_node
 from tools.launch.process.repeats import settled
 

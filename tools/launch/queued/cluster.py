@@ -1,18 +1,54 @@
 """Queued resources as status and stop see a cluster: one object for each run, whose logs are in its bucket."""
 
+import json
+import os
+import ssl
+import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlencode
 
-from mesh import UserError
+from mesh.errors import UserError
 from tools.launch.control.api import ROLE, Object
 from tools.launch.kubernetes.client import Client
+from tools.launch.kubernetes.kubeconfig import Access
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
-from tools.launch.queued.google import GoogleAccess
 from tools.launch.queued.keeper import Keeper
 from tools.launch.queued.request import parent, queued_resource
+
+TPU_API = "https://tpu.googleapis.com"
+_TOKEN = "/computeMetadata/v1/instance/service-accounts/default/token"
+
+
+class GoogleAccess(Access):
+    """An API of Google."""
+
+    def __init__(self, server: str = TPU_API, environment: Mapping[str, str] = os.environ):
+        context = None if server.startswith("http://127.0.0.1:") else ssl.create_default_context()
+        super().__init__(server, context, {}, "the Cloud TPU API")
+        self._environment = environment
+
+    def _new_token(self) -> str:
+        try:
+            command = ["gcloud", "auth", "print-access-token", "--quiet"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            return done.stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return self._of_machine()
+
+    def _of_machine(self) -> str:
+        host = self._environment.get("GCE_METADATA_HOST", "metadata.google.internal")
+        asked = urllib.request.Request(f"http://{host}{_TOKEN}", headers={"Metadata-Flavor": "Google"})
+        try:
+            with urllib.request.urlopen(asked, timeout=3) as answer:
+                return json.load(answer)["access_token"]
+        except (urllib.error.URLError, OSError, ValueError, KeyError):
+            raise UserError(
+                "no credentials for Google Cloud: `gcloud auth login` makes some; --dry-run DIR needs none"
+            ) from None
+
 
 _BUCKETS = "https://storage.googleapis.com"
 _STATES = {"ACTIVE": "Running"}

@@ -25,8 +25,7 @@ from axlearn_like.layers.decoder import Block
 from axlearn_like.layers.feed_forward import SwiGLU
 from axlearn_like.layers.parameter_names import axes_of_matrix
 from axlearn_like.layers.wrappers.base import Wrapper, parameter, projected, replaced
-from axlearn_like.layers.wrappers.low_rank.matrices import FactorisedMatrix
-from axlearn_like.layers.wrappers.low_rank.truncated_svd import factorise, smaller_rank
+from axlearn_like.layers.wrappers.low_rank.matrices import FactorisedMatrix, factorise, smaller_rank
 from axlearn_like.layers.wrappers.matrix_forms import Watched
 from mesh.devices import platform
 from mesh.errors import UserError

@@ -11,8 +11,14 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.manifest import checksum, make_manifest, part_checksum
 from axlearn_like.checkpoint.plain import chunks
 from axlearn_like.checkpoint.plain.direct_file import DirectFile
-from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries, as_stacks
-from axlearn_like.checkpoint.plain.plain_arrays import FileBuffer, PlainArray, aligned_empty
+from axlearn_like.checkpoint.plain.plain_arrays import (
+    EntriesStruct,
+    FileBuffer,
+    PlainArray,
+    StackEntries,
+    aligned_empty,
+    as_stacks,
+)
 from axlearn_like.checkpoint.reader import restore_params, verify_latest
 from axlearn_like.checkpoint.versions import CheckpointError
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from axlearn_like.kernels.exact.grouped_matmul import exact_grouped_matmul
-from axlearn_like.kernels.exact.matmul import ROWS
+from axlearn_like.kernels.exact.matmul import ROWS, exact_grouped_matmul
 from axlearn_like.kernels.stacked_grouped_matmul import is_turned
 from tests.axlearn_like.kernels.mosaic import mosaic_texts, without_batch
 

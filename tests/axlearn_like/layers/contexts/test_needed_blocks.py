@@ -10,7 +10,7 @@ import pytest
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.contexts.blocks import attend_blocks, key_blocks
-from axlearn_like.layers.contexts.needed_blocks import attend_needed
+from axlearn_like.layers.contexts.window import attend_needed
 
 pytestmark = pytest.mark.numerics
 

@@ -21,8 +21,8 @@ from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.exporting import Original, export_checkpoint
 from models.huggingface.checkpoints.exporting_adapter import export_adapter
 from models.huggingface.checkpoints.importing import import_checkpoint
+from models.huggingface.checkpoints.importing_adapter import with_adapter
 from models.huggingface.checkpoints.merged import MergedParams
-from models.huggingface.checkpoints.with_adapter import with_adapter
 from models.huggingface.convert import from_huggingface
 from models.huggingface.rows import ConversionError
 from tests.models.huggingface.checkpoints.made import write

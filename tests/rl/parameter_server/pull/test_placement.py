@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.checkpoint.plain.entries import EntriesStruct, StackEntries
+from axlearn_like.checkpoint.plain.plain_arrays import EntriesStruct, StackEntries
 from axlearn_like.layers.base import Params
 from mesh import make_mesh
 from rl.parameter_server.client import connect_local

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tools.bench.weights import benchmark as bench
-from tools.bench.weights import model, yardsticks
+from tools.bench.weights import model, roles
 from tools.cli import main
 
 
@@ -47,5 +47,5 @@ def test_a_version_moves_between_processes_by_sockets_and_by_shared_memory(capfd
 
 
 def test_the_payload_has_no_two_equal_megabytes() -> None:
-    whole = yardsticks.payload(40 << 20)
+    whole = roles.payload(40 << 20)
     assert not np.array_equal(whole[: 1 << 20], whole[1 << 20 : 2 << 20])

@@ -10,7 +10,7 @@ import pytest
 from jax._src.clusters import cloud_tpu_cluster as clusters
 
 from tools.launch.local.cluster import slice_variables
-from tools.launch.process.platform import corrected
+from tools.launch.process.machine import corrected
 
 FIRST = "run-trainer-node-0-0.run-trainer"
 HOSTS = "run-trainer-node-1-0.run-trainer,run-trainer-node-1-1.run-trainer"

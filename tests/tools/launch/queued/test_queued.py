@@ -20,8 +20,7 @@ from tools.launch.control.status import verdict
 from tools.launch.kubernetes.client import Client
 from tools.launch.kubernetes.kubeconfig import Access
 from tools.launch.plan import LaunchPlan, Role
-from tools.launch.queued.cluster import QueuedResources
-from tools.launch.queued.google import GoogleAccess
+from tools.launch.queued.cluster import GoogleAccess, QueuedResources
 from tools.launch.queued.keeper import Keeper
 from tools.launch.queued.request import parent, queued_resource, startup_script
 

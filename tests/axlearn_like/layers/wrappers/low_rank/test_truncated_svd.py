@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from axlearn_like.layers.wrappers.low_rank.truncated_svd import factorise, smaller_rank
+from axlearn_like.layers.wrappers.low_rank.matrices import factorise, smaller_rank
 
 pytestmark = pytest.mark.numerics
 

@@ -1,4 +1,6 @@
-"""A run directory as it was before a command: put back if the command is refused before it has got anywhere.
+"""Opening of a run directory: its owner, the config that goes on with it, and the state before a command.
+
+That is put back if the command is refused before it has got anywhere.
 
 Before a forced config is written, what it replaces is written to a file in the directory: a command that was killed
 before it was refused or had got anywhere is undone by the next one. Commands that only read see the config that it
@@ -8,10 +10,82 @@ replaced.
 import contextlib
 import json
 import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from axlearn_like.config import strip_comments
 from mesh.files.bounded import LARGE, parse_json, read_bounded
 from mesh.files.written import open_written, replace_file
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that has opened a run directory. `alive`: None where its machine cannot be asked."""
+
+    pid: int
+    host: str
+    alive: bool | None
+
+
+def this_process() -> dict[str, Any]:
+    """Return what tells this process from all others, as JSON."""
+    pid = os.getpid()
+    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid), "boot": _boot()}
+
+
+def _boot() -> str:
+    """Return an id of this start of the machine; "" where there is no /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_alive_here(owner: Mapping[str, Any]) -> bool | None:
+    """Return True if a process of this machine is alive; None if it is of another machine."""
+    here = (owner.get("host"), owner.get("boot")) == (socket.gethostname(), _boot())
+    return is_alive(owner) if here else None
+
+
+def _start_time(pid: int) -> str | None:
+    """Return when the process began, which distinguishes it from a later process of the same number.
+
+    A restarted container nearly always gets the same process number again. None where there is no
+    /proc; "ended" for a process that has ended and only waits for its parent to notice.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "ended" if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        return None
+
+
+def parse_owner(text: str | bytes) -> dict[str, Any] | None:
+    """Return `this_process` of a lock's text; None: it holds none."""
+    try:
+        owner = parse_json(text.encode() if isinstance(text, str) else text)
+    except ValueError:  # writer died in the middle
+        return None
+    whole = isinstance(owner, dict) and {"pid", "host", "started"} <= set(owner)
+    return owner if whole and type(owner["pid"]) is int and 0 < owner["pid"] < 1 << 31 else None
+
+
+def is_alive(owner: Mapping[str, Any]) -> bool:
+    """Return False if a process is known to have ended; one of another host cannot be seen from here."""
+    if owner["host"] != socket.gethostname():
+        return True
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return owner["started"] is None or owner["started"] == _start_time(owner["pid"])
+
 
 # Files that a command writes before its first update; `events.jsonl` only grows.
 _WRITTEN = ("config.txt", "config_resolved.txt", "data.json", "report.json")
@@ -127,3 +201,23 @@ def _write(path: Path, content: bytes | None) -> None:
             path.unlink()
     elif _content(path) != content:
         replace_file(path, content)
+
+
+_POLICIES = re.compile(r"^polic(?:ies|y_shares|y_quotas)\b.*\n?", re.MULTILINE)  # fields of a run with several
+_SEVERAL = re.compile(r"^policies: (?!\{\}$)", re.MULTILINE)
+_NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
+
+
+def same_run(recorded: str, wanted: str) -> bool:
+    """Return True if a run with the recorded config text may be resumed with the wanted one.
+
+    Comments may differ, and `num_steps` may be larger than it was: a run can be extended. Where several policies
+    are trained, others may come or go: each has a directory of its own, with its config.
+    """
+    old, new = strip_comments(recorded), strip_comments(wanted)
+    if _SEVERAL.search(old) and _SEVERAL.search(new):
+        old, new = _POLICIES.sub("", old), _POLICIES.sub("", new)
+    before, after = _NUM_STEPS.search(old), _NUM_STEPS.search(new)
+    if before and after and int(before[1]) < int(after[1]):
+        new = new[: after.start()] + before[0] + new[after.end() :]
+    return old == new
