@@ -9,8 +9,8 @@ first. What does not fit is refused with what would. Nothing is compiled: `axl r
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from axlearn_like.layers.decoder import Decoder
 from experiments.recipes.device_rules import LARGE_FSDP
@@ -39,6 +39,8 @@ _AT_ONCE = 16_384  # tokens of a device in a microbatch: more gain no speed
 _PACKED = 2048  # tokens of answers in a packed row, or a multiple
 _SEQUENCES = 128  # limit of what an engine draws at a time
 _COUNTED = 0.9  # share of an engine's memory for what is counted here; the rest is for prefill and logits
+# What a refusal on a CPU, or on a GPU that nothing is known of, proposes: the first that is large enough.
+_PROPOSED = ("v6e:1x1", "h100:1", "v5e:2x4", "v6e:2x4", "h100:8", "h200:8", "v6e:8x8", "v6e:16x16")
 
 
 class _Short(NamedTuple):
@@ -81,7 +83,7 @@ def fit(
     search = _Search(model_sizes(model), job, (prompt_tokens, answer_tokens), rows, tuple(methods), copies)
     found = search.on(machine, workers)
     if isinstance(found, _Short):
-        ways = "; ".join(search.alternatives(machine)) or "nothing that was tried"
+        ways = "; ".join(search.alternatives(machine))
         raise UserError(f"{job} of {rows} rows on {machine.text} does not fit: {found.why}. What would: {ways}")
     return dataclasses.replace(found, seconds=predicted_seconds(found, model, prompt_tokens, answer_tokens))
 
@@ -207,24 +209,37 @@ class _Search:
         heads = f"{self.sizes.kv_heads} key/value heads do not divide over the {devices} devices of an engine"
         return _Short(math.inf, f"{heads}; expected workers of {most} each, with engine.mesh={mesh}")
 
-    def alternatives(self, machine: Machine) -> Iterator[str]:
-        """Yield what would fit, with its bytes: another method, fewer or shorter rows, more devices."""
+    def alternatives(self, machine: Machine) -> list[str]:
+        """Return what would fit, with its bytes: another method, fewer or shorter rows, more or other devices."""
         even = -(-self.rows // machine.count)
         batches = dict.fromkeys((-(-even >> n) or 1) * machine.count for n in range(8))
         lengths = [[-(-x // k) for x in self.lengths] for k in (2, 4, 8)]
-        changes: list[list[tuple[str, dict[str, object]]]] = [
+        changes: list[list[tuple[str, dict[str, Any]]]] = [
             [(one, {"methods": (one,)}) for one in ADAPTED if one not in self.methods],
             [(f"a batch of {n} rows", {"rows": n}) for n in batches if n != self.rows],
             [(f"rows of {sum(n)} tokens", {"lengths": n}) for n in lengths],
         ]
-        for kind in changes:
-            tried = ((text, dataclasses.replace(self, **edits).on(machine)) for text, edits in kind)
-            fits = (_costing(text, found) for text, found in tried if isinstance(found, Fit))
-            yield from itertools.islice(fits, 1)
+        tried = [((text, self._changed(machine, edits)) for text, edits in kind) for kind in changes]
+        ways, nothing = [way for kind in tried for way in _first(kind)], list[str]()
+        if not ways:
+            of = f"{machine.count} rows of {sum(lengths[-1])} tokens"
+            least = self._changed(machine, {"methods": METHODS, "rows": machine.count, "lengths": lengths[-1]})
+            if isinstance(least, Fit):
+                ways = [_costing(f"{least.method} with {of}", least)]
+            else:
+                nothing = [f"fewer or shorter rows are not enough: of {of}, {least.why}"]
         known = machine.platform != "cpu" and not machine.text.startswith(f"{ANY_GPU}:")
-        larger = (machine.part(machine.count << n) for n in range(1, 6) if known)
-        tried = ((text, self.on(find_machine(text))) for text in larger if text)
-        yield from itertools.islice((_costing(text, found) for text, found in tried if isinstance(found, Fit)), 1)
+        larger = (machine.part(machine.count << n) for n in range(1, 6)) if known else _PROPOSED
+        return [*ways, *_first((text, self.on(find_machine(text))) for text in larger if text), *nothing]
+
+    def _changed(self, machine: Machine, edits: dict[str, Any]) -> Fit | _Short:
+        return dataclasses.replace(self, **edits).on(machine)
+
+
+def _first(tried: Iterable[tuple[str, Fit | _Short]]) -> list[str]:
+    """Return the first that fits, as text; nothing, if none does."""
+    fits = (_costing(text, found) for text, found in tried if isinstance(found, Fit))
+    return list(itertools.islice(fits, 1))
 
 
 def _costing(text: str, found: Fit) -> str:

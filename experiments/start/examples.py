@@ -38,7 +38,7 @@ class Examples:
     @classmethod
     def read(cls, options: StartOptions, model: BaseModel, plan: Plan) -> Self:
         """Read and measure all rows, and note how they are split (UserError: a row does not fit)."""
-        files = options.path("data")
+        files = options.rows("data")
         whole = _rows(files, options, model)
         source: Any = whole.build()
         length, where = source.longest
@@ -50,7 +50,7 @@ class Examples:
         every, count = held_out_every(len(source)), len(source)
         train, heldout = whole, None
         if options.heldout is not None:
-            heldout = _rows(options.path("heldout"), options, model)
+            heldout = _rows(options.rows("heldout"), options, model)
             held, how = len(heldout.build()), f"all of {options.heldout}"  # pyright: ignore[reportArgumentType]
         else:
             train, sides = HeldOutSplit.Config(source=whole, every=every), HeldOutSplit.sizes(source, every)

@@ -80,7 +80,8 @@ def trainer(found: Fit, *, small: bool, **fields: Any) -> PolicyTrainer.Config:
         return PolicyTrainer.Config(mesh=mesh_of(found, small=True), row_multiple=found.machine.count, **fields)
     prompts, answers = found.packing or (None, 0)
     packing = Packing.Config(prompts=prompts, lengths=(answers,) if answers else (), rows=found.rows_at_once)
-    return PolicyTrainer.Config(mesh=mesh_of(found, small=False), packing=packing, chunks=CHUNKS["rl"], **fields)
+    fields |= {"packing": packing, "row_multiple": found.rows, "chunks": CHUNKS["rl"]}
+    return PolicyTrainer.Config(mesh=mesh_of(found, small=False), **fields)
 
 
 def engine(found: Fit, sequences: int) -> RolloutEngine.Config:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.errors import UserError, did_you_mean
-from mesh.files.bucket import bucket_url
+from mesh.files.bucket import BucketError, bucket_url
 
 
 def _option(kind: type, text: str) -> Any:
@@ -44,6 +44,20 @@ class StartOptions:
         """Return the absolute path, or the URL, that an option names, such as `data`."""
         value = getattr(self, name) or ""
         return bucket_url(value) or str(Path(value).expanduser().absolute())
+
+    def rows(self, name: str) -> str:
+        """Return `path` of a file of rows, `data` or `heldout`; UserError names the option where there is none."""
+        from axlearn_like.input.rows.tables import find_tables
+        from axlearn_like.run.object_store import fetched_pattern
+
+        files = self.path(name)
+        try:
+            find_tables(fetched_pattern(files, f"--{name}"))
+        except BucketError:
+            raise
+        except UserError as error:
+            raise UserError(f"--{name} {getattr(self, name)}: {error}") from None
+        return files
 
     @property
     def named(self) -> dict[str, str]:

@@ -51,8 +51,8 @@ class Problems:
     @classmethod
     def read(cls, options: StartOptions, model: BaseModel, plan: Plan) -> Self:
         """Read all rows, and note how they are split and compared (UserError: a row does not fit)."""
-        files = options.path("data")
-        heldout = None if options.heldout is None else options.path("heldout")
+        files = options.rows("data")
+        heldout = None if options.heldout is None else options.rows("heldout")
         form = find_form(files, **options.named)
         model.require_template(form, files)
         columns = form_columns(form, files, reference=False)  # `choose_scorer` refuses rows without one

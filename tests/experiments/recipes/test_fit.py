@@ -1,5 +1,6 @@
 """The computation of what fits: properties over models, machines and batches, and refusals that propose."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -88,6 +89,22 @@ def test_a_refusal_has_the_arithmetic_and_what_would_fit():
     assert "a device has 16.5 GB" in said
     of = r"\([\d.]+ GB of 16.5 GB of a device"
     assert re.search(rf"would: lora {of}\); v5e:4x4 {of}\)$", said)
+
+
+def test_a_machine_too_small_is_refused_with_what_the_least_needs_and_a_machine_that_would_do():
+    """Where one change is not enough: all of them together, in bytes, or other devices."""
+    model, cpu = published_model("Qwen3-8B"), dataclasses.replace(find_machine("cpu:2"), memory=6_000_000_000)
+    with pytest.raises(UserError) as refused:
+        fit(model, "rl", cpu, rows=128, **LENGTHS)
+    ways = str(refused.value).partition("What would: ")[2]
+    named = re.match(r"(\S+) \([\d.]+ GB of [\d.]+ GB of a device\); fewer or shorter rows are not enough: ", ways)
+    assert named is not None, ways
+    assert fit(model, "rl", named[1], rows=128, **LENGTHS).holds
+    least = re.search(r"of 2 rows of 192 tokens, lora needs .* = ([\d.]+) GB, and a device has 6.0 GB", ways)
+    assert least is not None, ways
+    small = dataclasses.replace(cpu, memory=2_500_000_000)
+    with pytest.raises(UserError, match=r"What would: lora with 2 rows of 576 tokens \([\d.]+ GB of 2.5 GB"):
+        fit(published_model("Qwen3-0.6B"), "rl", small, rows=128, prompt_tokens=512, answer_tokens=4096)
 
 
 def test_engines_of_a_70b_hold_int8_weights_where_two_versions_of_bfloat16_do_not_fit():

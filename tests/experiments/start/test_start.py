@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from experiments.start.source import python_source, save_experiment
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket
 from rl.experiment import RLExperiment
+from rl.fleet.devices import parse_devices
 from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.verifiers.math import MathVerifier
 from tests.experiments.start.conftest import write_lines
@@ -123,6 +125,28 @@ def test_a_cpus_devices_share_a_model_as_the_plan_counted_unless_it_is_small(
     for place in ("rl", "sft"):
         monkeypatch.setattr(f"experiments.start.{place}.SMALL", 0)
     assert mesh() == {"fsdp": 8}
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("devices", ["v5e:2x4", "h100:8", "v6e:1x1"])
+@pytest.mark.parametrize("job", ["rl", "train"])
+def test_what_is_derived_for_accelerators_is_not_refused_by_what_runs_it(
+    job: str, devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("rl", "sft"):
+        monkeypatch.setattr(f"experiments.start.{place}.SMALL", 0)
+    write_lines(Path("many.jsonl"), *({"prompt": f"{n}?", "answer": str(n)} for n in range(64)))
+    machine = find_machine(devices)
+    found = plan_start(job, StartOptions(model="small", data="many.jsonl"), machine)
+    cfg: Any = found.config
+    whole = parse_devices(machine.text, "devices").described
+    if job == "train":
+        assert math.prod(cfg.mesh.values()) == len(whole)
+        cfg.check()
+    elif found.inprocess:
+        cfg.check("inprocess", devices=whole)
+    else:
+        cfg.check("ray", devices=cfg.fleet.build().trainer.described)
 
 
 def test_a_start_from_a_bucket_has_the_same_config_on_every_machine(
