@@ -62,6 +62,12 @@ class RLRun:
         Raises:
             UserError: names the field to change.
         """
+        if runtime == "ray" and run_dir is not None and bucket_url(run_dir) and os.environ.get("RAY_ADDRESS"):
+            raise UserError(
+                f"{run_dir}: roles on other machines of the cluster at RAY_ADDRESS write events and records into the "
+                "run directory, too, and only the driver's machine copies its files to a bucket; expected one on a "
+                "common disk, such as the bucket mounted by gcsfuse (axl launch --storage gs://BUCKET/FOLDER mounts it)"
+            )
         devices = self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer
         if run_dir is not None and self._has_begun(run_dir):
             self._experiment.trainer_cfg.check(devices)
@@ -128,12 +134,6 @@ class RLRun:
         if self._checked != runtime:
             self.check(runtime, run_dir)
         text = to_text(self._cfg)
-        if bucket_url(run_dir) and (os.environ.get("RAY_ADDRESS") or not self._cfg.fleet.here):
-            raise UserError(
-                f"{run_dir}: roles on other machines write events and records into the run directory, too, and only "
-                "the driver's machine copies its files to a bucket; expected one on a common disk, such as the bucket "
-                "mounted by gcsfuse (axl launch --storage gs://BUCKET/FOLDER mounts it)"
-            )
         if not RunDirectory.attach(run_dir).config_path.exists():  # run will have parameters
             self._experiment.check_start()
         self._stop = stop

@@ -92,7 +92,7 @@ def test_a_refusal_has_the_arithmetic_and_what_would_fit():
 
 
 def test_a_machine_too_small_is_refused_with_what_the_least_needs_and_a_machine_that_would_do():
-    """Where one change is not enough: all of them together, in bytes, or other devices."""
+    """One change is not enough: all of them together are named, in bytes, or other devices."""
     model, cpu = published_model("Qwen3-8B"), dataclasses.replace(find_machine("cpu:2"), memory=6_000_000_000)
     with pytest.raises(UserError) as refused:
         fit(model, "rl", cpu, rows=128, **LENGTHS)

@@ -228,6 +228,10 @@ def test_offloaded_versions_go_to_a_bucket(server: BucketServer, monkeypatch: py
 def test_roles_on_other_machines_need_a_common_disk(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     job = RLRun(registry.get("demo").build())
-    monkeypatch.setattr(job, "_checked", "ray")
-    with pytest.raises(UserError, match=r"gs://bucket/x: roles on other machines.*gcsfuse"):
-        job.run("gs://bucket/x")
+    with pytest.raises(UserError, match=r"gs://bucket/x: roles on other machines.*RAY_ADDRESS.*gcsfuse"):
+        job.check("ray", "gs://bucket/x")  # before the cluster is asked
+    job.check("inprocess", "gs://bucket/x")  # one process, whatever the environment says
+    monkeypatch.delenv("RAY_ADDRESS")
+    apart = registry.get("demo")
+    apart.fleet = apart.fleet.edited("trainer=cpu:1,workers=2xcpu:1")  # of this machine, without a cluster
+    RLRun(apart.build()).check("ray", "gs://bucket/x")
