@@ -26,7 +26,7 @@ class ProgramMemory:
     available: int  # bytes available to programs
     # The compiler's words if the program does not fit; then the sizes are what it says, or 0
     refusal: str | None = None
-    seconds: float | None = None  # estimate for one run (`mesh.cost.roofline`); None if it does not fit
+    seconds: float | None = None  # estimate of a run (`mesh.cost.roofline`); None: does not fit, or was not asked for
 
     @property
     def needed(self) -> int:
@@ -34,14 +34,17 @@ class ProgramMemory:
         return self.arguments + self.beside
 
 
-def program_memory(program: Program, topology: Topology, options: Mapping[str, str] | None = None) -> ProgramMemory:
-    """Return what a program needs on a device of these TPUs and how long it runs, compiled with these options."""
+def program_memory(
+    program: Program, topology: Topology, options: Mapping[str, str] | None = None, *, timed: bool = True
+) -> ProgramMemory:
+    """Return what a program needs on a device, compiled with these options, and if `timed` how long it runs."""
     with jax.set_mesh(program.mesh):
-        text = program.trace().lower().as_text()
-    path = _stored(text, topology, json.dumps(options) if options else "")
+        traced = program.trace()
+        text = traced.lower().as_text()
+    path = _stored(text, topology, ("peak and seconds" if timed else "peak", json.dumps(options) if options else ""))
     if path.exists():
         return ProgramMemory(**json.loads(path.read_text()))
-    compiled = compile_step(program.name, program.trace, program.mesh, topology, options)
+    compiled = compile_step(program.name, lambda: traced, program.mesh, topology, options)
     if compiled.memory is None:
         shortage = compiled.shortage
         message, needed = ("", 0) if shortage is None else (shortage.message, shortage.needed)
@@ -49,7 +52,7 @@ def program_memory(program: Program, topology: Topology, options: Mapping[str, s
     else:
         plan = compiled.memory
         rest = plan.peak - plan.arguments
-        found = ProgramMemory(plan.arguments, rest, plan.available, seconds=_seconds(compiled))
+        found = ProgramMemory(plan.arguments, rest, plan.available, seconds=_seconds(compiled) if timed else None)
     replace_file(path, json.dumps(dataclasses.asdict(found)))
     return found
 
@@ -62,6 +65,6 @@ def _seconds(compiled: Compiled) -> float | None:
     return estimate(compiled.hlo, compiled.mesh, compiled.topology, found, **sizes).step
 
 
-def _stored(text: str, topology: Topology, options: str) -> Path:
-    made_by = f"peak and seconds, {topology}, {jax.__version__}, {compiler_version()}{options}\n"
+def _stored(text: str, topology: Topology, asked: tuple[str, str]) -> Path:
+    made_by = f"{asked[0]}, {topology}, {jax.__version__}, {compiler_version()}{asked[1]}\n"
     return cache_directory("plans") / f"{hashlib.sha256((made_by + text).encode()).hexdigest()}.json"

@@ -15,6 +15,7 @@ import click
 
 from experiments.recipes.fit import Fit
 from experiments.recipes.recipes import recipes
+from mesh.generations import GENERATIONS
 from tests.golden.compiles import DIRECTORY, versions
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recipes.md"
@@ -49,20 +50,33 @@ def _cell(machine: str, recipe) -> str:
 
 
 def compiled_table() -> str:
-    """A line for each recipe and machine that was compiled."""
-    lines = [
-        "| recipe | machine | compiled: GB of GB | peak of what was computed | predicted |",
-        "|---|---|---|---|---|",
-    ]
-    for row in stored().values():
-        programs = ", ".join(
-            f"{step} {one['needed'] / 1e9:.1f} of {one['available'] / 1e9:.1f} ({one['level']})"
-            for step, one in row["compiled"].items()
-        )
-        programs += "" if all(one["fits"] for one in row["compiled"].values()) else ": **does not fit**"
-        name = f"`{row['name']}` | {row['machine']}"
-        lines.append(f"| {name} | {programs} | {peak_share(row):.2f} | {row['seconds']:.2g} s |")
-    return "\n".join(lines)
+    """A line for each recipe, a column for each TPU machine: what was compiled there, and what was not."""
+    found, of = stored(), dict[str, float]()
+    machines = list(dict.fromkeys(machine for _, machine in _on_tpus()))
+    for row in found.values():
+        of[row["machine"]] = max(one["available"] for one in row["compiled"].values()) / 1e9
+    heads = [f"{one}, {of[one]:.1f}" if one in of else one for one in machines]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(machines) + 1) + "|"]
+    for recipe in recipes().values():
+        cells = [_compiled(found.get(f"{recipe.name} {one}")) if one in recipe.machines else "-" for one in machines]
+        lines.append(f"| `{recipe.name}` | {' | '.join(cells)} |")
+    shares = sorted(peak_share(row) for row in found.values())
+    said = f"{len(found)} of {len(_on_tpus())} rows on TPUs are compiled; the trainer's peaks are"
+    return "\n".join([*lines, "", f"{said} {shares[0]:.2f} to {shares[-1]:.2f} of the bytes computed."])
+
+
+def _on_tpus() -> list[tuple[str, str]]:
+    """Recipes and machines that a TPU compiler is asked about."""
+    pairs = [(recipe.name, machine) for recipe in recipes().values() for machine in recipe.machines]
+    return [(name, machine) for name, machine in pairs if machine.partition(":")[0] in GENERATIONS]
+
+
+def _compiled(row: dict[str, Any] | None) -> str:
+    """GB of the programs, in their order; a star: compiled in full."""
+    if row is None:
+        return "not compiled"
+    sizes = ", ".join(f"{one['needed'] / 1e9:.1f}{'*' * (one['level'] == 'full')}" for one in row["compiled"].values())
+    return sizes if all(one["fits"] for one in row["compiled"].values()) else f"{sizes}: **does not fit**"
 
 
 def peak_share(row: dict[str, Any]) -> float:

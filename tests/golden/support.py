@@ -81,19 +81,20 @@ def jobs() -> str:
 
 
 def by_recipe() -> str:
-    """Return recipes by device: the smallest machine of each kind, compiled or computed, and simulated."""
+    """Return recipes by device: all machines of each kind, by how each is known."""
     compiled, by_clock, rows = compiled_recipes(), simulated_recipes(), list[list[str]]()
     kinds = ("v5e", "v6e", "v5p", "tpu7x", *GPUS, "cpu")
     for recipe in recipes().values():
         row = [f"`{recipe.name}`", "RL" if recipe.job == "rl" else "supervised"]
         for kind in kinds:
-            own = [one for one in recipe.machines if one.startswith(f"{kind}:")]
-            done = [one for one in own if f"{recipe.name} {one}" in compiled]
-            shown = next(iter(done or own), "")
-            proof = ["compiled" if done else "computed"] + ["simulated"] * (f"{recipe.name} {shown}" in by_clock)
-            row.append(f"{shown.partition(':')[2]}: {', '.join(proof)}" if shown else "-")
-        rows.append([*row, _proofs(row)])
-    return _table(["", "job", *(kind.upper() if kind in (*GPUS, "cpu") else kind for kind in kinds), "proof"], rows)
+            known: dict[str, list[str]] = {}
+            for one in (one for one in recipe.machines if one.startswith(f"{kind}:")):
+                name = f"{recipe.name} {one}"
+                proof = ["compiled" if name in compiled else "computed"] + ["simulated"] * (name in by_clock)
+                known.setdefault(" and ".join(proof), []).append(one.partition(":")[2])
+            row.append("<br>".join(f"{proof}: {', '.join(known[proof])}" for proof in sorted(known)) or "-")
+        rows.append(row)
+    return _table(["", "job", *(kind.upper() if kind in (*GPUS, "cpu") else kind for kind in kinds)], rows)
 
 
 def _proofs(row: list[str]) -> str:

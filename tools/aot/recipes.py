@@ -37,7 +37,8 @@ def compiled_memory(recipe: Recipe, found: Fit) -> Iterator[tuple[str, dict[str,
         beside = dict.fromkeys(("train", "score"), found.holds["moments"]) | {"decode": sum(held.values())}
     for step, place in places.items():
         topology = parse_topology(place)
-        compiled = functools.partial(program_memory, find_program(cfg, step, topology_devices(topology)), topology)
+        program = find_program(cfg, step, topology_devices(topology))
+        compiled = functools.partial(program_memory, program, topology, timed=False)
         memory, level = compiled(_FAST), "O1"
         if memory.refusal is not None or (1 + _MARGIN) * memory.needed + beside[step] > memory.available:
             memory, level = compiled(), "full"

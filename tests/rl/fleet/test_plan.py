@@ -279,6 +279,7 @@ def test_memory_is_the_compilers_and_is_asked_for_once(tmp_path: Any, monkeypatc
     assert (first.arguments, first.beside) == (plan.arguments, plan.peak - plan.arguments)
     assert first.available == plan.available and first.refusal is None
     assert first.seconds == pytest.approx(report_dict(program, compiled)["estimated_step_s"])
+    assert memory.program_memory(program, topology, timed=False) == dataclasses.replace(first, seconds=None)
 
     def refuse(*_: Any) -> None:
         raise AssertionError("compiled again")
