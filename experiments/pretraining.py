@@ -23,19 +23,12 @@ DATA = "data/tokens-*.array_record"
 
 
 class Documents(NamedTuple):
-    """Documents to train on, in the rows of a batch.
+    """Documents to train on, in the rows of a batch."""
 
-    Attributes:
-        rows: rows of the global batch.
-        length: tokens of a row; a longer document is cut.
-        data: ArrayRecord files whose records are JSON objects with a list of token ids, `tokens`.
-        seed: seed of parameters and data order.
-    """
-
-    rows: int
-    length: int
-    data: str
-    seed: int
+    rows: int  # rows of the global batch
+    length: int  # tokens of a row; a longer document is cut
+    data: str  # ArrayRecord files whose records are JSON objects with a list of token ids, `tokens`
+    seed: int  # seed of parameters and data order
 
 
 def pretraining(model: ConfigBase, documents: Documents, *fits: Fit, steps: int, peak_lr: float) -> Trainer.Config:

@@ -15,42 +15,24 @@ class Generation:
     Peak FLOP/s, HBM and DCN: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x). Links: the same pages state the sum
     of all links of a chip in both directions; what one link carries in one direction in practice is a tenth less, as
     in "How to Scale Your Model" (jax-ml.github.io/scaling-book, part 2), and those are the figures here.
-
-    Attributes:
-        name: as in topologies.
-        chips: chips of the largest slice, by dimension.
-        cores: TensorCores of a chip.
-        counted: what the number in a name like v5p-256 counts, per chip.
-        devices: devices that jax shows per chip.
-        flops: bfloat16 FLOP/s of a chip.
-        hbm: bytes of a chip, as sold; what a program may use is less, and is asked of the compiler.
-        hbm_bandwidth: bytes/s of a chip.
-        link: bytes/s of one ICI link in one direction; a chip has two for each dimension.
-        dcn: bytes/s of a chip, to other slices.
-        clock: Hz, as follows from the peak and the size of the matrix units.
-        wrap: a dimension closes to a ring when its length is a multiple of this.
-        largest_host: chips of the largest machine, which is a slice by itself.
-        host: chips of a machine of a slice with several.
-        shown: as jax shows a device; empty: "TPU" and the name.
-        described: what its user has said of it; empty: it is in the table.
     """
 
-    name: str
-    chips: tuple[int, ...]
-    cores: int
-    counted: int
-    devices: int
-    flops: float
-    hbm: float
-    hbm_bandwidth: float
-    link: float
-    dcn: float
-    clock: float
-    wrap: int
-    largest_host: int = 4
-    host: int = 4
-    shown: str = ""
-    described: str = ""
+    name: str  # name in topologies
+    chips: tuple[int, ...]  # chips of the largest slice, by dimension
+    cores: int  # TensorCores of a chip
+    counted: int  # units per chip that the number in a name like v5p-256 counts
+    devices: int  # devices that jax shows per chip
+    flops: float  # bfloat16 FLOP/s of a chip
+    hbm: float  # bytes of a chip, as sold; what a program may use is less, and is asked of the compiler
+    hbm_bandwidth: float  # bytes/s of a chip
+    link: float  # bytes/s of one ICI link in one direction; a chip has two for each dimension
+    dcn: float  # bytes/s of a chip, to other slices
+    clock: float  # Hz, as follows from the peak and the size of the matrix units
+    wrap: int  # a dimension closes to a ring when its length is a multiple of this
+    largest_host: int = 4  # chips of the largest machine, which is a slice by itself
+    host: int = 4  # chips of a machine of a slice with several
+    shown: str = ""  # name by which jax shows a device; empty: "TPU" and the name
+    described: str = ""  # description by its user; empty: it is in the table
 
     def per_device(self, chip_figure: float) -> float:
         """Return the share of one device in a figure of a chip."""

@@ -29,14 +29,10 @@ _TEXT = re.compile(r"([a-z0-9]+?)(?:\[([^\]]*)\])?(?:(?::|=)(\d+(?:x\d+)*)|-(\d+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """`slices` equal slices of one generation.
-
-    Attributes:
-        shape: chips of one slice by dimension.
-    """
+    """`slices` equal slices of one generation."""
 
     generation: Generation
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # chips of one slice by dimension
     slices: int = 1
 
     @property

@@ -8,15 +8,10 @@ from mesh.errors import UserError, did_you_mean
 
 
 class Family(NamedTuple):
-    """Published models by name; a call with a name returns the model's config.
+    """Published models by name; a call with a name returns the model's config."""
 
-    Attributes:
-        kind: what one of them is called in errors, such as "Llama model".
-        models: name -> its config, a new one for each call.
-    """
-
-    kind: str
-    models: Mapping[str, Callable[[], Decoder.Config]]
+    kind: str  # word for one of them in errors, such as "Llama model"
+    models: Mapping[str, Callable[[], Decoder.Config]]  # name -> its config, a new one for each call
 
     @property
     def names(self) -> tuple[str, ...]:

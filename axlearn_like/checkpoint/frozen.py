@@ -15,15 +15,10 @@ from mesh.files.written import link_file
 
 @dataclasses.dataclass
 class FrozenArgs(ocp.args.CheckpointArgs):
-    """Frozen parameters to save: the files of an older step, which has the same ones, or else the arrays.
+    """Frozen parameters to save: the files of an older step, which has the same ones, or else the arrays."""
 
-    Attributes:
-        arrays: nested dict.
-        files: folder of this item in the older step; None: the arrays are written.
-    """
-
-    arrays: Any
-    files: Path | None = None
+    arrays: Any  # nested dict
+    files: Path | None = None  # folder of this item in the older step; None: the arrays are written
 
 
 class FrozenHandler(ocp.CheckpointHandler):

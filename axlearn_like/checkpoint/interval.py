@@ -8,17 +8,11 @@ SAVE_EVERY = 100  # steps between saves where none are set and no failure asks f
 
 
 class SaveInterval(NamedTuple):
-    """An interval and what it follows from.
+    """An interval and what it follows from."""
 
-    Attributes:
-        steps: steps between saves.
-        save_s: seconds that a save keeps the training waiting.
-        mtbf_s: mean seconds between failures.
-    """
-
-    steps: int
-    save_s: float
-    mtbf_s: float
+    steps: int  # steps between saves
+    save_s: float  # seconds that a save keeps the training waiting
+    mtbf_s: float  # mean seconds between failures
 
 
 def best_seconds(save_s: float, mtbf_s: float) -> float:

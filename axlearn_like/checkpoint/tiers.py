@@ -11,15 +11,10 @@ from axlearn_like.run.events import EventLog
 
 
 class Held(NamedTuple):
-    """Frozen parameters that are there already, as other runs in this process have them, too.
+    """Frozen parameters that are there already, as other runs in this process have them, too."""
 
-    Attributes:
-        params: the parameters, nested.
-        beside: directories of the checkpoints of those runs, whose files are linked.
-    """
-
-    params: Any
-    beside: Sequence[Path] = ()
+    params: Any  # the parameters, nested
+    beside: Sequence[Path] = ()  # directories of the checkpoints of those runs, whose files are linked
 
 
 class MemoryTier(Protocol):

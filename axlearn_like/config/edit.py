@@ -84,11 +84,7 @@ def split_path(path: str) -> tuple[Any, ...]:
 
 
 def get_path(cfg: ConfigBase[Any], path: str) -> Any:
-    """The value at a path.
-
-    Raises:
-        ConfigError: a field, an index or a key does not exist; gives the nearest names.
-    """
+    """The value at a path (ConfigError: a field, an index or a key does not exist; gives the nearest names)."""
     node, where = cfg, path_of(cfg)
     for key in split_path(path):
         key = _key(node, key, where)

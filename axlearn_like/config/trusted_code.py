@@ -55,11 +55,7 @@ def trust(place: str | Path) -> str:
 
 
 def import_place(place: str) -> ModuleType:
-    """Import the file or module that the user has named, and trust it.
-
-    Raises:
-        UserError: it cannot be found.
-    """
+    """Import the file or module that the user has named, and trust it (UserError: it cannot be found)."""
     name = trust(place)
     try:
         return importlib.import_module(name)

@@ -61,21 +61,13 @@ grouped_product.defvjp(_forward, _backward)
 
 
 class Blocks(NamedTuple):
-    """The blocks that hold sorted rows.
+    """The blocks that hold sorted rows."""
 
-    Attributes:
-        group: int32 [blocks], the group whose matrix multiplies the block.
-        row: int32 [blocks, rows of a block], the row at each slot.
-        filled: bool [blocks, rows of a block], False where a slot has no row.
-        place: int32 [rows], the slot of each row, in the flattened blocks.
-        used: int32 [], blocks with rows in them; the others come last.
-    """
-
-    group: jax.Array
-    row: jax.Array
-    filled: jax.Array
-    place: jax.Array
-    used: jax.Array
+    group: jax.Array  # int32 [blocks], the group whose matrix multiplies the block
+    row: jax.Array  # int32 [blocks, rows of a block], the row at each slot
+    filled: jax.Array  # bool [blocks, rows of a block], False where a slot has no row
+    place: jax.Array  # int32 [rows], the slot of each row, in the flattened blocks
+    used: jax.Array  # int32 [], blocks with rows in them; the others come last
 
 
 def in_blocks(sizes: jax.Array, rows: int, block: int) -> Blocks:

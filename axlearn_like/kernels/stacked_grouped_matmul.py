@@ -38,21 +38,13 @@ _VMEM = 48 << 20  # bytes of fast memory that the kernel may use
 
 
 class Visits(NamedTuple):
-    """The pairs of a group and a tile that holds rows of it, int32 [visits] each; the first `used` are in use.
+    """The pairs of a group and a tile that holds rows of it, int32 [visits] each; the first `used` are in use."""
 
-    Attributes:
-        group: the group.
-        tile: the tile of rows.
-        start: the group's first row.
-        end: the row behind its last one.
-        used: int32 [], at least 1: without rows the first visit has none, so no grid is empty.
-    """
-
-    group: jax.Array
-    tile: jax.Array
-    start: jax.Array
-    end: jax.Array
-    used: jax.Array
+    group: jax.Array  # the group
+    tile: jax.Array  # the tile of rows
+    start: jax.Array  # the group's first row
+    end: jax.Array  # the row behind its last one
+    used: jax.Array  # int32 [], at least 1: without rows the first visit has none, so no grid is empty
 
 
 def plan_visits(sizes: jax.Array, rows: int, tile: int) -> Visits:
@@ -119,23 +111,14 @@ def stacked_product(
 
 @dataclasses.dataclass(frozen=True)
 class VisitPlan:
-    """How a kernel goes through groups and tiles.
+    """How a kernel goes through groups and tiles."""
 
-    Attributes:
-        name: name of the kernel.
-        tile: rows of a tile.
-        width: columns of a block.
-        turned: matrices are read as their transposes, the form in which the device holds them.
-        part: which part of the matrices' depth the rows are.
-        interpret: how to simulate a TPU; False: not.
-    """
-
-    name: str
-    tile: int
-    width: int
-    turned: bool
-    part: int = 0
-    interpret: Any = False
+    name: str  # name of the kernel
+    tile: int  # rows of a tile
+    width: int  # columns of a block
+    turned: bool  # matrices are read as their transposes, the form in which the device holds them
+    part: int = 0  # number of the part of the matrices' depth that the rows are
+    interpret: Any = False  # simulation of a TPU; False: none
 
 
 def product_by_visits(

@@ -14,19 +14,15 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Aux:
-    """The auxiliary outputs of one layer, or of a stack of layers. A dense layer has none.
+    """The auxiliary outputs of one layer, or of a stack of layers. A dense layer has none."""
 
-    Attributes:
-        losses: float32 scalars, each already multiplied by its weight and a mean over the tokens seen, to be added to
-            the loss.
-        metrics: float32 scalars to be logged, means over the tokens seen; those named `*_max` are maxima. Those named
-            `*_by_layer` are arrays, of a stack [layers that have it, ...], for the trainer and not logged.
-        routing: int32 [batch, length, top_k], the experts chosen for each token; for a stack [layers, batch, length,
-            top_k], -1 for layers without experts. Passed to the same layers again, it makes them use the same experts.
-    """
-
+    # float32 scalars, each already multiplied by its weight and a mean over the tokens seen, to be added to the loss
     losses: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    # float32 scalars to be logged, means over the tokens seen; those named `*_max` are maxima. Those named `*_by_layer`
+    # are arrays, of a stack [layers that have it, ...], for the trainer and not logged.
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    # int32 [batch, length, top_k], the experts chosen for each token; for a stack [layers, batch, length, top_k], -1
+    # for layers without experts. Passed to the same layers again, it makes them use the same experts.
     routing: Any = None
 
 

@@ -32,16 +32,11 @@ Params = dict[str, Any]
 
 
 class Workload(NamedTuple):
-    """Tokens of one forward pass, on all devices together: what a layer counts its FLOPs for.
+    """Tokens of one forward pass, on all devices together: what a layer counts its FLOPs for."""
 
-    Attributes:
-        tokens: number of tokens that go through the layers.
-        outputs: number of tokens of which logits are computed.
-        pairs: window -> pairs of a query and a key that causal attention with that window sees; None: no window.
-    """
-
-    tokens: float
-    outputs: float
+    tokens: float  # number of tokens that go through the layers
+    outputs: float  # number of tokens of which logits are computed
+    # Window -> pairs of a query and a key that causal attention with that window sees; None: no window
     pairs: Callable[[int | None], float]
 
 

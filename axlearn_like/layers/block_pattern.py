@@ -47,18 +47,12 @@ class BlockPattern(Configurable):
 
 
 class Segment(NamedTuple):
-    """Consecutive layers with one structure of parameters. Static.
+    """Consecutive layers with one structure of parameters. Static."""
 
-    Attributes:
-        name: name of their stack, an attribute of the decoder.
-        first: index of the first layer.
-        count: number of layers.
-        kinds: graph definitions of the blocks, in turn; empty: all are alike, as the stack is.
-    """
-
-    name: str
-    first: int
-    count: int
+    name: str  # name of their stack, an attribute of the decoder
+    first: int  # index of the first layer
+    count: int  # number of layers
+    # Graph definitions of the blocks, in turn; empty: all are alike, as the stack is
     kinds: tuple[nnx.GraphDef[Any], ...] = ()
 
     @property

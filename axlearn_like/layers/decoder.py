@@ -97,17 +97,11 @@ def _from_stack(layers: Any, applies: list[Any], first: int, dtype: Any) -> tupl
 
 
 class Hidden(NamedTuple):
-    """The result of the stack of blocks.
+    """The result of the stack of blocks."""
 
-    Attributes:
-        x: final hidden states [batch, length, dim], normalised.
-        cache: as updated by the context.
-        aux: auxiliary losses of all layers.
-    """
-
-    x: jax.Array
-    cache: Any
-    aux: Aux
+    x: jax.Array  # final hidden states [batch, length, dim], normalised
+    cache: Any  # cache as updated by the context
+    aux: Aux  # auxiliary losses of all layers
 
 
 class Decoder(BlockStack):

@@ -35,25 +35,16 @@ _GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "Token
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The content of a tokenizer's files; equal if their digests are.
+    """The content of a tokenizer's files; equal if their digests are."""
 
-    Attributes:
-        where: the file that errors name.
-        spec: the content of tokenizer.json, or one made of a pair of files.
-        settings: settings of each other file by its name; {} where it is not there.
-        template: the chat template, if there is one.
-        ends: `eos_token_id` beside the tokenizer, as `_ends` finds it.
-        ends_in: the file that it stands in.
-        digest: digest of the content of all files but that of how to generate.
-    """
-
-    where: Path = field(compare=False)
-    spec: Json = field(compare=False)
+    where: Path = field(compare=False)  # the file that errors name
+    spec: Json = field(compare=False)  # the content of tokenizer.json, or one made of a pair of files
+    # Settings of each other file by its name; {} where it is not there
     settings: Mapping[str, Json] = field(compare=False)
-    template: str | None = field(compare=False)
-    ends: Any = field(compare=False)
-    ends_in: Path = field(compare=False)
-    digest: str
+    template: str | None = field(compare=False)  # the chat template, if there is one
+    ends: Any = field(compare=False)  # `eos_token_id` beside the tokenizer, as `_ends` finds it
+    ends_in: Path = field(compare=False)  # the file that it stands in
+    digest: str  # digest of the content of all files but that of how to generate
 
     def token(self, name: str) -> str | None:
         """Return the text of a named special token, such as "eos_token", if the files name it."""

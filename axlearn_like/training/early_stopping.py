@@ -27,11 +27,7 @@ class EarlyStopping(Configurable):
         self._cfg = cfg
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], before: float = math.inf) -> bool:
-        """Return True if the last rows of steps below `before` reach the value.
-
-        Raises:
-            UserError: no row has the metric.
-        """
+        """Return True if the last rows of steps below `before` reach the value (UserError: no row has the metric)."""
         if rows and not any(self._cfg.metric in row for row in rows):
             hint = did_you_mean(self._cfg.metric, [name for name in rows[-1] if name not in ("step", "phase")])
             raise UserError(f"early_stopping.metric={self._cfg.metric!r} is in no row of metrics.jsonl{hint}")

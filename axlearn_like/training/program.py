@@ -181,31 +181,18 @@ class TrainerConfig(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The fields of an experiment that change the memory and speed of its train step, but not its result.
+    """The fields of an experiment that change the memory and speed of its train step, but not its result."""
 
-    Attributes:
-        model: config of the model that is trained.
-        model_field: path of that config in the experiment's.
-        prefix: path of the trainer's config in the experiment's, with a dot; empty if they are one.
-        mesh: axis -> size, as configured.
-        rules: the experiment's axis rules.
-        microbatches: as configured.
-        rows: rows of a batch.
-        length: tokens of a row.
-        row_multiple: the number of which a batch's rows are a multiple; None: there is no such field.
-        chunked: False if the logits could still be computed in chunks by setting `loss.chunks`.
-    """
-
-    model: Any
-    model_field: str
-    prefix: str
-    mesh: Mapping[str, int]
-    rules: AxisRules
-    microbatches: int
-    rows: int
-    length: int
-    row_multiple: int | None = None
-    chunked: bool = True
+    model: Any  # config of the model that is trained
+    model_field: str  # path of that config in the experiment's
+    prefix: str  # path of the trainer's config in the experiment's, with a dot; empty if they are one
+    mesh: Mapping[str, int]  # axis -> size, as configured
+    rules: AxisRules  # the experiment's axis rules
+    microbatches: int  # microbatches as configured
+    rows: int  # rows of a batch
+    length: int  # tokens of a row
+    row_multiple: int | None = None  # the number of which a batch's rows are a multiple; None: there is no such field
+    chunked: bool = True  # False if the logits could still be computed in chunks by setting `loss.chunks`
 
     def batch_shards(self, mesh: Mapping[str, int]) -> int:
         """Return over how many devices such a mesh shards the rows of a batch."""

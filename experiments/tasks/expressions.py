@@ -23,19 +23,12 @@ PHRASES = (" (): ", "): ", " (", ", ", "= ", ": ", "+#")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Expression:
-    """A problem with its solution.
+    """A problem with its solution."""
 
-    Attributes:
-        question: such as "((3+4)+(9+5))" and a line end.
-        plan: its lines, with their ends and an empty one.
-        nodes: prompt behind the question, and answer, of each line.
-        value: value of the expression.
-    """
-
-    question: str
-    plan: str
-    nodes: tuple[tuple[str, str], ...]
-    value: int
+    question: str  # such as "((3+4)+(9+5))" and a line end
+    plan: str  # lines of the plan, with their ends and an empty one
+    nodes: tuple[tuple[str, str], ...]  # prompt behind the question, and answer, of each line
+    value: int  # value of the expression
 
 
 def expression(seed: int, *, depth: int = 3) -> Expression:

@@ -54,19 +54,12 @@ class ComputedDraw(Exception):
 @partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["init", "entry", "dtype"])
 @dataclass(frozen=True)
 class Draw:
-    """Array that is not drawn yet: a leaf in its place.
+    """Array that is not drawn yet: a leaf in its place."""
 
-    Attributes:
-        key: keys of a stack's entries; or one key, of an array of its own.
-        init: initializer of an entry.
-        entry: shape of an entry.
-        dtype: dtype of the array.
-    """
-
-    key: jax.Array
-    init: Initializer
-    entry: tuple[int, ...]
-    dtype: Any
+    key: jax.Array  # keys of a stack's entries; or one key, of an array of its own
+    init: Initializer  # initializer of an entry
+    entry: tuple[int, ...]  # shape of an entry
+    dtype: Any  # dtype of the array
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -24,21 +24,13 @@ _PREFIX = "base_model.model."
 
 @dataclasses.dataclass(frozen=True)
 class FactoredMatrix:
-    """A matrix of all layers of a stack that can have factors; of experts one in each.
+    """A matrix of all layers of a stack that can have factors; of experts one in each."""
 
-    Attributes:
-        stack: path of the stack, such as "layers."
-        layers: their numbers in tensor names.
-        child: the block's child, "attention" or "feed_forward".
-        name: the matrix's name in it, such as "q_dkqh" or "experts/gate_edf".
-        row: its tensor.
-    """
-
-    stack: str
-    layers: tuple[int, ...]
-    child: str
-    name: str
-    row: Row
+    stack: str  # path of the stack, such as "layers."
+    layers: tuple[int, ...]  # numbers of the layers in tensor names
+    child: str  # the block's child, "attention" or "feed_forward"
+    name: str  # the matrix's name in it, such as "q_dkqh" or "experts/gate_edf"
+    row: Row  # tensor of the factor
 
     @property
     def packed(self) -> bool:

@@ -23,38 +23,30 @@ ROOT: Mapping[str, Row] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
+    """One architecture."""
 
-    Attributes:
-        name: the entry of `architectures` in `config.json`, such as "LlamaForCausalLM".
-        model_type: the field of `config.json`, such as "llama".
-        read: the decoder that a `config.json` with transformers' defaults describes (`decoder`); refuses what our
-            layers cannot compute.
-        write: the fields of a decoder's `config.json` without `architectures`, `model_type` and `dtype`. It need not
-            check that the decoder is one of this architecture, but may fail (an AttributeError) where it is not.
-        rows: the table of tensor names of a block: path in it -> tensor.
-        root: that of what is outside of blocks.
-        copies: tensors that files may hold as copies of others where the config ties them: name -> original.
-        vocabulary: tensors with a row for each token.
-        base_prefix: prefix of the tensors' names that older files, saved without the head, lack: GPT-2's on the Hub.
-            "": no file lacks it.
-        packed: axes of a row's tensor -> those that it has where it is held as 4-bit numbers (MXFP4).
-        ignored: patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations.
-        predictors: names of the field of `config.json` that counts layers behind the model's own, which predict further
-            tokens and are left out; (): there is none.
-    """
-
-    name: str
-    model_type: str
+    name: str  # the entry of `architectures` in `config.json`, such as "LlamaForCausalLM"
+    model_type: str  # the field of `config.json`, such as "llama"
+    # The decoder that a `config.json` with transformers' defaults describes (`decoder`); refuses what our layers cannot
+    # compute
     read: Callable[[ConfigJson], Decoder.Config]
+    # The fields of a decoder's `config.json` without `architectures`, `model_type` and `dtype`. It need not check that
+    # the decoder is one of this architecture, but may fail (an AttributeError) where it is not.
     write: Callable[[Decoder.Config], dict[str, Any]]
-    rows: Mapping[str, Row]
-    root: Mapping[str, Row] = field(default_factory=lambda: ROOT)
+    rows: Mapping[str, Row]  # the table of tensor names of a block: path in it -> tensor
+    root: Mapping[str, Row] = field(default_factory=lambda: ROOT)  # table of what is outside of blocks
+    # Tensors that files may hold as copies of others where the config ties them: name -> original
     copies: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
-    vocabulary: tuple[str, ...] = ("model.embed_tokens.weight", "lm_head.weight")
+    vocabulary: tuple[str, ...] = ("model.embed_tokens.weight", "lm_head.weight")  # tensors with a row for each token
+    # Prefix of the tensors' names that older files, saved without the head, lack: GPT-2's on the Hub. "": no file lacks
+    # it.
     base_prefix: str = ""
+    # Axes of a row's tensor -> those that it has where it is held as 4-bit numbers (MXFP4)
     packed: Mapping[str, str] = field(default_factory=dict[str, str])
+    # Patterns (`fnmatch`) of names of tensors that hold nothing, such as tables of rotations
     ignored: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
+    # Names of the field of `config.json` that counts layers behind the model's own, which predict further tokens and
+    # are left out; (): there is none
     predictors: tuple[str, ...] = ()
 
     def decoder(self, config: ConfigJson) -> Decoder.Config:

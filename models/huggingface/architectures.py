@@ -38,11 +38,7 @@ CLASSIFIERS: dict[str, Architecture] = {one.name: one for one in classifiers(ARC
 
 
 def find_architecture(json: ConfigJson) -> Architecture:
-    """Return the architecture that a `config.json` names.
-
-    Raises:
-        ConfigJsonError: it is not known, or none is named.
-    """
+    """Return the architecture that a `config.json` names (ConfigJsonError: it is not known, or none is named)."""
     names = json.texts("architectures")
     if not names:
         by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}

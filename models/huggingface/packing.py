@@ -8,15 +8,11 @@ PACKING = "quantization_config"
 
 
 class TensorPacking(NamedTuple):
-    """How the matrices are held; those that are not are held as they are.
+    """How the matrices are held; those that are not are held as they are."""
 
-    Attributes:
-        method: fp8 (e4m3 numbers in blocks with float32 scales) or mxfp4 (e2m1 numbers, 32 with a power of two).
-        block: rows and columns of an fp8 matrix that have the same scale.
-    """
-
+    # fp8 (e4m3 numbers in blocks with float32 scales) or mxfp4 (e2m1 numbers, 32 with a power of two)
     method: Literal["fp8", "mxfp4"]
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = (128, 128)  # rows and columns of an fp8 matrix that have the same scale
 
 
 _METHODS: dict[str, Literal["fp8", "mxfp4"]] = {"fp8": "fp8", "mxfp4": "mxfp4"}

@@ -14,15 +14,10 @@ from models.huggingface.config_json import ConfigJson
 
 
 class Lengths(NamedTuple):
-    """Lengths of a model's sequences, as `config.json` says beside the fields of its rotary embedding.
+    """Lengths of a model's sequences, as `config.json` says beside the fields of its rotary embedding."""
 
-    Attributes:
-        positions: `max_position_embeddings`.
-        before: `original_max_position_embeddings`, which goes before the field of the same name within.
-    """
-
-    positions: int | None
-    before: int | None
+    positions: int | None  # `max_position_embeddings`
+    before: int | None  # `original_max_position_embeddings`, which goes before the field of the same name within
 
     def original(self, fields: ConfigJson) -> int:
         """Return the length before the model was stretched; without any it is that of now (ConfigJsonError)."""
@@ -43,14 +38,10 @@ Reader = Callable[[ConfigJson, str, Lengths], Any]
 
 
 class Scaling(NamedTuple):
-    """One `rope_type`, both ways.
+    """One `rope_type`, both ways."""
 
-    Attributes:
-        config: the class of its config; None: no scaling.
-        fields: field of `config.json` -> field of the config, and how it is read; written where it is not None.
-    """
-
-    config: type[ConfigBase[Any]] | None = None
+    config: type[ConfigBase[Any]] | None = None  # the class of its config; None: no scaling
+    # Field of `config.json` -> field of the config, and how it is read; written where it is not None
     fields: Mapping[str, tuple[str, Reader]] = {}
 
     def read(self, json: ConfigJson, lengths: Lengths) -> Any:

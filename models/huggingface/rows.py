@@ -24,35 +24,25 @@ class ConversionError(UserError):
 
 
 class Row(NamedTuple):
-    """One parameter.
+    """One parameter."""
 
-    Attributes:
-        name: the tensor's name; `{}` is the number of the layer (in a section of layers), a further one the index
-            of the first axis of a layer's parameter, such as the expert.
-        axes: letters of the tensor's axes, divided by commas: `kqh,d`. Square brackets are around what lies in a row
-            with other parameters in the same tensor: `[kqh],d` for queries above keys and values, `k[h],r` for the keys
-            and values of each head in turn, `e,d,f[]` for numbers that alternate.
-        part: number of the parameter among those in the brackets.
-        shared: True if the whole tensor is this parameter and also others, which are equal.
-    """
-
+    # The tensor's name; `{}` is the number of the layer (in a section of layers), a further one the index of the first
+    # axis of a layer's parameter, such as the expert
     name: str
+    # Letters of the tensor's axes, divided by commas: `kqh,d`. Square brackets are around what lies in a row with other
+    # parameters in the same tensor: `[kqh],d` for queries above keys and values, `k[h],r` for the keys and values of
+    # each head in turn, `e,d,f[]` for numbers that alternate.
     axes: str
-    part: int = 0
-    shared: bool = False
+    part: int = 0  # number of the parameter among those in the brackets
+    shared: bool = False  # True if the whole tensor is this parameter and also others, which are equal
 
 
 class Section(NamedTuple):
-    """Rows of the parameters under one path.
+    """Rows of the parameters under one path."""
 
-    Attributes:
-        prefix: the first part of our paths, such as "layers."; "" for the root.
-        rows: path below the prefix -> row.
-        layers: numbers, in tensor names, of the layers that are stacked on our first axis; None: no stack.
-    """
-
-    prefix: str
-    rows: Mapping[str, Row]
+    prefix: str  # the first part of our paths, such as "layers."; "" for the root
+    rows: Mapping[str, Row]  # path below the prefix -> row
+    # Numbers, in tensor names, of the layers that are stacked on our first axis; None: no stack
     layers: tuple[int, ...] | None = None
 
     def transposed(self, axes: Mapping[str, str]) -> "Section":
@@ -62,23 +52,14 @@ class Section(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Part of one tensor that is one of our parameters, or one entry of a stacked one.
+    """Part of one tensor that is one of our parameters, or one entry of a stacked one."""
 
-    Attributes:
-        parameter: path of the parameter.
-        index: the entry's index in the stack.
-        split: the tensor's shape with merged axes separate.
-        run: axis of `split`, and the piece's range on it; None: all.
-        stored_shape: the piece's shape in the tensor's order of axes, with those of the run separate too.
-        order: transposition of `stored_shape` to our order of axes.
-    """
-
-    parameter: str
-    index: tuple[int, ...]
-    split: tuple[int, ...]
-    run: tuple[int, int, int] | None
-    stored_shape: tuple[int, ...]
-    order: tuple[int, ...]
+    parameter: str  # path of the parameter
+    index: tuple[int, ...]  # the entry's index in the stack
+    split: tuple[int, ...]  # the tensor's shape with merged axes separate
+    run: tuple[int, int, int] | None  # axis of `split`, and the piece's range on it; None: all
+    stored_shape: tuple[int, ...]  # the piece's shape in the tensor's order of axes, with those of the run separate too
+    order: tuple[int, ...]  # transposition of `stored_shape` to our order of axes
 
     def spanned(self, length: int, first: int, last: int) -> tuple[int, int]:
         """Return the range of a tensor's `length` rows that holds these indices of the piece's first stored axis."""

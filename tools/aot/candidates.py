@@ -20,19 +20,12 @@ _ORDER_EFFICIENCY = 0.6  # share of the peak, used for the order alone
 
 
 class Candidate(NamedTuple):
-    """A way to run the same step.
+    """A way to run the same step."""
 
-    Attributes:
-        mesh: axis -> size.
-        remat: a preset.
-        microbatches: number of microbatches of the batch.
-        promise: seconds by a crude model; only the order counts.
-    """
-
-    mesh: dict[str, int]
-    remat: str
-    microbatches: int
-    promise: float
+    mesh: dict[str, int]  # axis -> size
+    remat: str  # a preset
+    microbatches: int  # number of microbatches of the batch
+    promise: float  # seconds by a crude model; only the order counts
 
     def edits(self, tuning: Tuning) -> dict[str, Any]:
         """Return the edits of the experiment, path -> value."""

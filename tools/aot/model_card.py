@@ -20,39 +20,24 @@ PLATFORMS = ("tpu", "gpu", "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """Sizes and costs of a model.
+    """Sizes and costs of a model."""
 
-    Attributes:
-        parameters: all of them; a tied head counts once.
-        active: numbers in the matrices that a token is multiplied with, those of the head included.
-        layers: number of them.
-        dim: model width.
-        vocab_size: rows of the embedding.
-        length: tokens of the rows for which FLOPs are counted.
-        forward_flops: FLOPs of a token, mean over a row of `length` tokens that each see those before them.
-        training_flops: FLOPs of a token, three times those.
-        decode_flops: FLOPs of the token that follows `length` others.
-        cache_bytes: bytes of the cache of keys and values of one token, all layers, in the dtype of activations; the
-            kernel for TPUs caches these.
-        latent_bytes: bytes of the latents of what XLA's paged cache holds of a token instead, complete on every device;
-            None: the same.
-        kernels: platform -> the attention kernel of packed rows of `length` tokens, and why not others.
-        decode_kernels: platform -> how an engine attends to its paged cache, or why it cannot.
-    """
-
-    parameters: int
-    active: int
-    layers: int
-    dim: int
-    vocab_size: int
-    length: int
-    forward_flops: float
-    training_flops: float
-    decode_flops: float
+    parameters: int  # all of them; a tied head counts once
+    active: int  # numbers in the matrices that a token is multiplied with, those of the head included
+    layers: int  # number of them
+    dim: int  # model width
+    vocab_size: int  # rows of the embedding
+    length: int  # tokens of the rows for which FLOPs are counted
+    forward_flops: float  # FLOPs of a token, mean over a row of `length` tokens that each see those before them
+    training_flops: float  # FLOPs of a token, three times those
+    decode_flops: float  # FLOPs of the token that follows `length` others
+    # Bytes of the cache of keys and values of one token, all layers, in the dtype of activations; the kernel for TPUs
+    # caches these
     cache_bytes: int
+    # Bytes of the latents of what XLA's paged cache holds of a token instead, complete on every device; None: the same
     latent_bytes: int | None
-    kernels: dict[str, str]
-    decode_kernels: dict[str, str]
+    kernels: dict[str, str]  # platform -> the attention kernel of packed rows of `length` tokens, and why not others
+    decode_kernels: dict[str, str]  # platform -> how an engine attends to its paged cache, or why it cannot
 
 
 def model_card(cfg: Decoder.Config, length: int) -> ModelCard:

@@ -23,11 +23,7 @@ def find_program(cfg: ConfigBase[Any], name: str, devices: list[Any]) -> Program
 
 
 def tuning_of(cfg: ConfigBase[Any]) -> Tuning:
-    """Return the fields that tune the train step of an experiment.
-
-    Raises:
-        UserError: it has no train step.
-    """
+    """Return the fields that tune the train step of an experiment (UserError: it has no train step)."""
     return _said_by(cfg, "tuning")()
 
 

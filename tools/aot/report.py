@@ -90,19 +90,12 @@ def describe_topology(topology: Topology) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """One array that a program reads.
+    """One array that a program reads."""
 
-    Attributes:
-        path: path of it in the state or the batch: "state.params.embedding.weight".
-        array: type and shape, of all devices together: "float32[32000,4096]".
-        axes: for each dimension the mesh axes over which it is sharded, "-" for none: "tensor, fsdp".
-        on_host: kept in the memory of the host.
-    """
-
-    path: str
-    array: str
-    axes: str
-    on_host: bool
+    path: str  # path of it in the state or the batch: "state.params.embedding.weight"
+    array: str  # type and shape, of all devices together: "float32[32000,4096]"
+    axes: str  # mesh axes over which each dimension is sharded, "-" for none: "tensor, fsdp"
+    on_host: bool  # kept in the memory of the host
 
     def __str__(self) -> str:
         where = f" sharded over ({self.axes})" if self.axes.strip("-, ") else " on every device"

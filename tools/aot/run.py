@@ -29,11 +29,7 @@ def load_for(experiment: str, sets: Sequence[str], topology: Topology, applied: 
 def compile_experiment(
     cfg: ConfigBase[Any], step: str, topology: Topology, options: Mapping[str, str] | None = None
 ) -> Outcome:
-    """Compile one step.
-
-    Raises:
-        UserError: sizes do not fit each other; it is known before anything is compiled.
-    """
+    """Compile one step (UserError: sizes do not fit each other; it is known before anything is compiled)."""
     program = find_program(cfg, step, topology_devices(topology))
     compiled = compile_step(program.name, program.trace, program.mesh, topology, options)
     return Outcome(program, compiled, report_dict(program, compiled))

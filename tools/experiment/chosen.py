@@ -62,19 +62,12 @@ def load_experiment(
 
 @dataclasses.dataclass(frozen=True)
 class Chosen:
-    """An experiment of a command line: its config as it is registered, and the edits, which come after devices.
+    """An experiment of a command line: its config as it is registered, and the edits, which come after devices."""
 
-    Attributes:
-        cfg: the config, which is not changed.
-        name: its name or path, for messages.
-        recipe: name of the recipe that it is; None: it is none.
-        edits: modifiers, then edits.
-    """
-
-    cfg: ConfigBase
-    name: str
-    recipe: str | None
-    edits: tuple[Modifiers, Edits]
+    cfg: ConfigBase  # the config, which is not changed
+    name: str  # name or path, for messages
+    recipe: str | None  # name of the recipe that it is; None: it is none
+    edits: tuple[Modifiers, Edits]  # modifiers, then edits
 
     def on(self, device: Callable[[], str] | None = None) -> ConfigBase:
         """Return the config with the edits; before them with its mesh rules for the devices of this name."""

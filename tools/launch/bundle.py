@@ -26,17 +26,11 @@ _CHECKED = 0b11  # flags of byte code that is valid by the hash of its source (P
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """An archive.
+    """An archive."""
 
-    Attributes:
-        digest: digest of the content; compression and byte code are left out.
-        content: content of the file.
-        summary: one line about what is in it.
-    """
-
-    digest: str
-    content: bytes = dataclasses.field(compare=False)
-    summary: str
+    digest: str  # digest of the content; compression and byte code are left out
+    content: bytes = dataclasses.field(compare=False)  # content of the file
+    summary: str  # one line about what is in it
 
     @property
     def file_name(self) -> str:

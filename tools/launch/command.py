@@ -61,11 +61,7 @@ def _is_given(value: Any) -> bool:
 
 
 def own_files(words: Sequence[str]) -> Iterator[str]:
-    """Yield the Python files that a command names, as they are named.
-
-    Raises:
-        UserError: one is not there.
-    """
+    """Yield the Python files that a command names, as they are named (UserError: one is not there)."""
     for word in words:
         for found in _FILE.finditer(word):
             if not Path(found[0]).expanduser().is_file():

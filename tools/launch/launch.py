@@ -32,17 +32,11 @@ _OPTION = re.compile(r"[\w@%^*+,./:=\[\]-]+", re.ASCII)
 
 
 class Machines(NamedTuple):
-    """Machines of an instance of a role.
+    """Machines of an instance of a role."""
 
-    Attributes:
-        slices: its slices; None: one machine without accelerators.
-        capacity: terms under which they are asked for.
-        price: price of a chip for an hour.
-    """
-
-    slices: Slices | None
-    capacity: Capacity
-    price: float | None
+    slices: Slices | None  # slices of the instance; None: one machine without accelerators
+    capacity: Capacity  # terms under which they are asked for
+    price: float | None  # price of a chip for an hour
 
 
 class Kubernetes(Configurable):

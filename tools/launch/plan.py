@@ -25,29 +25,18 @@ _HEAD_MEMORY = 16  # GiB beside the weights that the parameter server keeps
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """Instances of a role, each submitted by itself.
+    """Instances of a role, each submitted by itself."""
 
-    Attributes:
-        name: head, trainer, worker or reference; or command.
-        count: instances.
-        capacity: terms under which its machines are asked for.
-        slices: slices of one instance; None: one machine without accelerators.
-        mesh: axes that are not 1.
-        holds: bytes of a device that it keeps all the time, by what they are for.
-        device_memory: bytes of a device.
-        price: price of a chip for an hour.
-        memory_gib: memory in GiB that a machine without accelerators must have.
-    """
-
-    name: str
-    count: int
-    capacity: Capacity
-    slices: Slices | None = None
-    mesh: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
+    name: str  # head, trainer, worker or reference; or command
+    count: int  # instances
+    capacity: Capacity  # terms under which its machines are asked for
+    slices: Slices | None = None  # slices of one instance; None: one machine without accelerators
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict[str, int])  # axes that are not 1
+    # Bytes of a device that it keeps all the time, by what they are for
     holds: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
-    device_memory: int = 0
-    price: float | None = None
-    memory_gib: int = 0
+    device_memory: int = 0  # bytes of a device
+    price: float | None = None  # price of a chip for an hour
+    memory_gib: int = 0  # memory in GiB that a machine without accelerators must have
 
     @property
     def jobs(self) -> int:
@@ -88,29 +77,17 @@ class Role:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchPlan:
-    """Plan of a submission.
+    """Plan of a submission."""
 
-    Attributes:
-        name: name of the run.
-        command: command that runs the experiment: train or rl; or the first word of another command.
-        experiment: its config on the target's devices, resolved; None: another command.
-        sets: edits of the experiment, those that the target asks for last.
-        fleet: fleet of an RL run, as --fleet takes it.
-        roles: head, trainer, worker, and reference if it has machines of its own.
-        refusals: why the experiment cannot run there.
-        seconds: seconds that it took to make the plan.
-        words: words of another command.
-    """
-
-    name: str
-    command: str
-    experiment: ConfigBase[Any] | None
-    sets: tuple[str, ...]
-    fleet: str | None
-    roles: tuple[Role, ...]
-    refusals: tuple[str, ...]
-    seconds: float
-    words: tuple[str, ...] = ()
+    name: str  # name of the run
+    command: str  # command that runs the experiment: train or rl; or the first word of another command
+    experiment: ConfigBase[Any] | None  # config on the target's devices, resolved; None: another command
+    sets: tuple[str, ...]  # edits of the experiment, those that the target asks for last
+    fleet: str | None  # fleet of an RL run, as --fleet takes it
+    roles: tuple[Role, ...]  # head, trainer, worker, and reference if it has machines of its own
+    refusals: tuple[str, ...]  # why the experiment cannot run there
+    seconds: float  # seconds that it took to make the plan
+    words: tuple[str, ...] = ()  # words of another command
 
     @property
     def cost(self) -> float | None:

@@ -120,21 +120,14 @@ def _swatch(style: str) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """The vertical axis of a plot.
+    """The vertical axis of a plot."""
 
-    Attributes:
-        label: name and unit.
-        log: logarithmic; zeros are drawn on the floor.
-        y: fixed limits; else from the data, and from zero unless ``log`` or there is a ``reference``.
-        y_format: labels of ticks.
-        reference: the ideal value, drawn as a thin line.
-    """
-
-    label: str
-    log: bool = False
+    label: str  # name and unit
+    log: bool = False  # logarithmic; zeros are drawn on the floor
+    # Fixed limits; else from the data, and from zero unless ``log`` or there is a ``reference``
     y: tuple[float, float] | None = None
-    y_format: Callable[[float], str] = svg.number_label
-    reference: float | None = None
+    y_format: Callable[[float], str] = svg.number_label  # labels of ticks
+    reference: float | None = None  # the ideal value, drawn as a thin line
 
 
 def curves(

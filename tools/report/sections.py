@@ -49,21 +49,14 @@ _CAPTIONS = {
 
 
 class Card(NamedTuple):
-    """A card of curves.
+    """A card of curves."""
 
-    Attributes:
-        heading: its heading, with a caption above; also the label of the curve, if that has none.
-        unit: name and unit of the vertical axis.
-        metrics: label, metric and style of each curve; `worst` after a style thins by maximum, `line` leaves out dots.
-        options: other fields of ``charts.Axis``.
-        phase: sft or rl.
-    """
-
-    heading: str
-    unit: str
+    heading: str  # heading, with a caption above; also the label of the curve, if that has none
+    unit: str  # name and unit of the vertical axis
+    # Label, metric and style of each curve; `worst` after a style thins by maximum, `line` leaves out dots
     metrics: tuple[tuple[str, str, str], ...]
-    options: Mapping[str, Any] = {}
-    phase: str = "rl"
+    options: Mapping[str, Any] = {}  # other fields of ``charts.Axis``
+    phase: str = "rl"  # sft or rl
 
     def draw(self, run: Run) -> str:
         """Return it as markup; an empty string if the run has none of its metrics."""

@@ -78,17 +78,11 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A run directory, as a script or notebook looks at it; `FinishedRun(path)` opens one of another day.
+    """A run directory, as a script or notebook looks at it; `FinishedRun(path)` opens one of another day."""
 
-    Attributes:
-        path: path of the directory; `axl rl` and `axl train` go on with it as well.
-        finished: False if the run was interrupted.
-        config: config that ran; None: as the directory records it.
-    """
-
-    path: Path
-    finished: bool = True
-    config: ConfigBase[Any] | None = None
+    path: Path  # path of the directory; `axl rl` and `axl train` go on with it as well
+    finished: bool = True  # False if the run was interrupted
+    config: ConfigBase[Any] | None = None  # config that ran; None: as the directory records it
 
     @property
     def policies(self) -> dict[str, "FinishedRun"]:

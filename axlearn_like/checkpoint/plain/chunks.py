@@ -30,23 +30,14 @@ _OF_DICT = 2
 
 
 class Layout(NamedTuple):
-    """The chunks of one parameter.
+    """The chunks of one parameter."""
 
-    Attributes:
-        shape: shape of the parameter.
-        dtype: dtype of the parameter, as numpy names it.
-        stacked: number of axes in front that are stacks of entries.
-        order: axes of an entry, in the order in which they are stored.
-        group: entries of the last stack in one chunk.
-        rows: indices of the first stored axis in one chunk.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    stacked: int
-    order: tuple[int, ...]
-    group: int
-    rows: int
+    shape: tuple[int, ...]  # shape of the parameter
+    dtype: str  # dtype of the parameter, as numpy names it
+    stacked: int  # number of axes in front that are stacks of entries
+    order: tuple[int, ...]  # axes of an entry, in the order in which they are stored
+    group: int  # entries of the last stack in one chunk
+    rows: int  # indices of the first stored axis in one chunk
 
     @classmethod
     def of(

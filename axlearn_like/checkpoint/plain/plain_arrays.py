@@ -87,25 +87,15 @@ class PlainParams(NamedTuple):
 
 
 class PlainArray(NamedTuple):
-    """One parameter on disk.
+    """One parameter on disk."""
 
-    Attributes:
-        name: name of the parameter.
-        folder: folder of its chunks.
-        shape: shape of the parameter.
-        dtype: dtype of its numbers.
-        chunk: the shape of a chunk, in the axes of the parameter.
-        order: axes in the order in which a chunk stores them.
-        digests: digests of the chunks' files, None: they are not compared.
-    """
-
-    name: str
-    folder: Path
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    chunk: tuple[int, ...]
-    order: tuple[int, ...]
-    digests: Mapping[str, str] | None
+    name: str  # name of the parameter
+    folder: Path  # folder of its chunks
+    shape: tuple[int, ...]  # shape of the parameter
+    dtype: np.dtype[Any]  # dtype of its numbers
+    chunk: tuple[int, ...]  # the shape of a chunk, in the axes of the parameter
+    order: tuple[int, ...]  # axes in the order in which a chunk stores them
+    digests: Mapping[str, str] | None  # digests of the chunks' files, None: they are not compared
 
     @classmethod
     def open(cls, params: Path, name: str, digests: Mapping[str, str] | None = None) -> "PlainArray | None":

@@ -124,11 +124,7 @@ def find_form(files: str | tuple[str, ...], split: str = "train", **named: str) 
 
 
 def first_rows(files: str | tuple[str, ...], split: str = "train", count: int = LOOKED_AT) -> Rows:
-    """Return the first rows of files, with their locations.
-
-    Raises:
-        InputError: there are none, or a file cannot be read.
-    """
+    """Return the first rows of files, with their locations (InputError: there are none, or a file cannot be read)."""
     paths = find_tables(files, split)
     rows = list(itertools.islice(itertools.chain.from_iterable(map(read_rows, paths)), count))
     if not rows:

@@ -49,27 +49,16 @@ class FirstSupported(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionParams:
-    """The parameters of attention that a layer gives a context.
+    """The parameters of attention that a layer gives a context."""
 
-    Attributes:
-        rules: masks and score transformations.
-        kernel: one, or `FirstSupported`.
-        context_parallel: `AllGather` or `Ring`, for meshes that shard the length.
-        sinks: float32 [k, q], or None.
-    """
-
-    rules: ScoreRules
-    kernel: Kernel
-    context_parallel: Any
-    sinks: jax.Array | None = None
+    rules: ScoreRules  # masks and score transformations
+    kernel: Kernel  # one, or `FirstSupported`
+    context_parallel: Any  # `AllGather` or `Ring`, for meshes that shard the length
+    sinks: jax.Array | None = None  # float32 [k, q], or None
 
 
 def choose(kernel: Kernel, signature: AttentionSignature) -> Choice:
-    """Return the kernel for a signature.
-
-    Raises:
-        UserError: none supports it; the message has the reason of each.
-    """
+    """Return the kernel for a signature (UserError: none supports it; the message has the reason of each)."""
     candidates = kernel.kernels if isinstance(kernel, FirstSupported) else (kernel,)
     refused = {}
     for one in candidates:

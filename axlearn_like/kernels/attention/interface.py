@@ -21,19 +21,12 @@ Layout = Literal["straight", "zigzag"]
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRules:
-    """Masks by position and what is done to scores (logits) before the softmax. Static.
+    """Masks by position and what is done to scores (logits) before the softmax. Static."""
 
-    Attributes:
-        causal: a query sees no key after it.
-        window: a query sees itself and the `window - 1` keys before it (Mistral, Gemma); None: all.
-        soft_cap: scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: unchanged.
-        scale: scale of scores; None: head width ** -0.5.
-    """
-
-    causal: bool = True
-    window: int | None = None
-    soft_cap: float | None = None
-    scale: float | None = None
+    causal: bool = True  # a query sees no key after it
+    window: int | None = None  # a query sees itself and the `window - 1` keys before it (Mistral, Gemma); None: all
+    soft_cap: float | None = None  # scores become cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: unchanged
+    scale: float | None = None  # scale of scores; None: head width ** -0.5
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -50,65 +43,38 @@ class ScoreRules:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSignature:
-    """The static facts by which a kernel is chosen. Sizes are global, not those of one device.
+    """The static facts by which a kernel is chosen. Sizes are global, not those of one device."""
 
-    Attributes:
-        platform: where the program will run: "tpu", "gpu", "cpu".
-        dtype: dtype of queries, keys and values.
-        length: length of the rows; as many queries as keys.
-        kv_heads: key/value heads.
-        per_kv: query heads of each.
-        head_dim: width of queries and keys.
-        value_dim: width of values.
-        rules: masks and score transformations.
-        sinks: heads have a learned score that takes weight and contributes no value.
-        cp_size: devices that shard the length of a row (context-parallel size).
-        layout: order of a row's tokens over these devices (see zigzag.py).
-        ring: keys go around these devices, instead of being gathered.
-        shared_prefix: shared prefix of rows that hold prompts and their completions; None: every token sees those
-            before it.
-    """
-
-    platform: str
-    dtype: np.dtype[Any]
-    length: int
-    kv_heads: int
-    per_kv: int
-    head_dim: int
-    value_dim: int
-    rules: ScoreRules
-    sinks: bool = False
-    cp_size: int = 1
-    layout: Layout = "straight"
-    ring: bool = False
+    platform: str  # platform that runs the program: "tpu", "gpu", "cpu"
+    dtype: np.dtype[Any]  # dtype of queries, keys and values
+    length: int  # length of the rows; as many queries as keys
+    kv_heads: int  # key/value heads
+    per_kv: int  # query heads of each
+    head_dim: int  # width of queries and keys
+    value_dim: int  # width of values
+    rules: ScoreRules  # masks and score transformations
+    sinks: bool = False  # heads have a learned score that takes weight and contributes no value
+    cp_size: int = 1  # devices that shard the length of a row (context-parallel size)
+    layout: Layout = "straight"  # order of a row's tokens over these devices (see zigzag.py)
+    ring: bool = False  # keys go around these devices, instead of being gathered
+    # Shared prefix of rows that hold prompts and their completions; None: every token sees those before it
     shared_prefix: PrefixRows | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionArrays:
-    """The arrays of an attention.
+    """The arrays of an attention."""
 
-    Attributes:
-        q_btkqh: queries.
-        k_bskh: keys.
-        v_bskh: values.
-        segments_bt: int32, segments of the queries; only equal ones see each other.
-        places: int32 [t], the index of each query in its row; with `SharedPrefixes` and `SharedPrefixTrees` their
-            codes, [b, t].
-        sinks_kq: scores of the sinks, or None.
-        tables: part of `Kernel.tables` for these queries.
-        segments_bs: int32, segments of the keys; None: those of the queries.
-    """
-
-    q_btkqh: jax.Array
-    k_bskh: jax.Array
-    v_bskh: jax.Array
-    segments_bt: jax.Array
+    q_btkqh: jax.Array  # queries
+    k_bskh: jax.Array  # keys
+    v_bskh: jax.Array  # values
+    segments_bt: jax.Array  # int32, segments of the queries; only equal ones see each other
+    # int32 [t], the index of each query in its row; with `SharedPrefixes` and `SharedPrefixTrees` their codes, [b, t]
     places: Any
-    sinks_kq: jax.Array | None = None
-    tables: Any = None
-    segments_bs: jax.Array | None = None
+    sinks_kq: jax.Array | None = None  # scores of the sinks, or None
+    tables: Any = None  # part of `Kernel.tables` for these queries
+    segments_bs: jax.Array | None = None  # int32, segments of the keys; None: those of the queries
 
     @property
     def segments(self) -> tuple[jax.Array, jax.Array]:
@@ -123,23 +89,14 @@ class AttentionArrays:
 
 
 class KeyBlock(NamedTuple):
-    """Some queries and a block of keys, heads before the length.
+    """Some queries and a block of keys, heads before the length."""
 
-    Attributes:
-        q_bkqth: queries.
-        k_bksh: keys.
-        v_bksh: values.
-        segments: int32, [b, t] of the queries and [b, s] of the keys.
-        places: int32, [t] and [s], indices in their rows.
-        case: "diagonal" if causal within itself; "whole" if fully visible, but for segments.
-    """
-
-    q_bkqth: jax.Array
-    k_bksh: jax.Array
-    v_bksh: jax.Array
-    segments: tuple[Any, Any]
-    places: tuple[Any, Any]
-    case: str
+    q_bkqth: jax.Array  # queries
+    k_bksh: jax.Array  # keys
+    v_bksh: jax.Array  # values
+    segments: tuple[Any, Any]  # int32, [b, t] of the queries and [b, s] of the keys
+    places: tuple[Any, Any]  # int32, [t] and [s], indices in their rows
+    case: str  # "diagonal" if causal within itself; "whole" if fully visible, but for segments
 
 
 class ContextParallelism(Configurable):

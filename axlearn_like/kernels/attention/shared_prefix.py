@@ -18,17 +18,11 @@ _PLACE_BITS = 20  # bits of the place in a query's code; the completion's index 
 
 @dataclasses.dataclass(frozen=True)
 class SharedPrefix:
-    """The sizes of such a row.
+    """The sizes of such a row."""
 
-    Attributes:
-        prefix: tokens of the prompt, padding included.
-        completions: how many.
-        completion_size: tokens of each, padding included.
-    """
-
-    prefix: int
-    completions: int
-    completion_size: int
+    prefix: int  # tokens of the prompt, padding included
+    completions: int  # number of completions
+    completion_size: int  # tokens of each, padding included
 
     @property
     def length(self) -> int:
@@ -67,15 +61,10 @@ class SharedPrefix:
 
 @dataclasses.dataclass(frozen=True)
 class _Prompts:
-    """The sizes of a row that holds several prompts, then completions of any of them.
+    """The sizes of a row that holds several prompts, then completions of any of them."""
 
-    Attributes:
-        prefix: tokens of all prompts, padding included.
-        completion_size: tokens of all completions, or trees of them, padding included.
-    """
-
-    prefix: int
-    completion_size: int
+    prefix: int  # tokens of all prompts, padding included
+    completion_size: int  # tokens of all completions, or trees of them, padding included
 
     @property
     def length(self) -> int:

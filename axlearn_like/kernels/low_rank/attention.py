@@ -182,25 +182,15 @@ def _grid(arranged: jax.Array, whole: list[jax.Array], buffer: Any, state: tuple
 
 
 class _Item(NamedTuple):
-    """Facts about all items that are known when the kernel is traced.
+    """Facts about all items that are known when the kernel is traced."""
 
-    Attributes:
-        q: how queries stand in memory.
-        rules: masks and score transformations.
-        steps: steps between the product that makes keys and attention.
-        form: tree of the arrays that stay in fast memory.
-        parts: items of a row.
-        block: pages of a block.
-        in_rank: values are summed in rank space.
-    """
-
-    q: ItemQueries
-    rules: ScoreRules
-    steps: KeySteps
-    form: Any
-    parts: int
-    block: int
-    in_rank: bool
+    q: ItemQueries  # order of queries in memory
+    rules: ScoreRules  # masks and score transformations
+    steps: KeySteps  # steps between the product that makes keys and attention
+    form: Any  # tree of the arrays that stay in fast memory
+    parts: int  # items of a row
+    block: int  # pages of a block
+    in_rank: bool  # values are summed in rank space
 
 
 def _kernel(one: _Item, table_rw: Any, firsts_i: Any, ends_i: Any, queries: Any, pool: Any, *refs: Any) -> None:

@@ -18,21 +18,13 @@ from mesh.rules import partition
 
 @dataclasses.dataclass(frozen=True)
 class KeySteps:
-    """Steps between the product that makes keys and attention.
+    """Steps between the product that makes keys and attention."""
 
-    Attributes:
-        freq: frequencies of the rotation [h / 2]; empty: there is none.
-        factor: factor of its cosines and sines.
-        eps: epsilon of the norm; None: there is none.
-        biased: keys and values have a bias.
-        head_dim: h.
-    """
-
-    freq: tuple[float, ...]
-    factor: float
-    eps: float | None
-    biased: bool
-    head_dim: int
+    freq: tuple[float, ...]  # frequencies of the rotation [h / 2]; empty: there is none
+    factor: float  # factor of its cosines and sines
+    eps: float | None  # epsilon of the norm; None: there is none
+    biased: bool  # keys and values have a bias
+    head_dim: int  # h
 
 
 @jax.tree_util.register_dataclass

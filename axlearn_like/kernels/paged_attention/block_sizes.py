@@ -8,23 +8,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Sizes of blocks, in tokens. They change the last bits of results.
+    """Sizes of blocks, in tokens. They change the last bits of results."""
 
-    Attributes:
-        row_keys: keys of the cache that are fetched and attended to at once, decoding.
-        row_queries: queries (of all rows together) of a step of the kernel, decoding.
-        chunk_keys: as `row_keys`, in chunks of a prompt.
-        chunk_queries: as `row_queries`, in chunks of a prompt.
-        shared_keys: as `row_keys`, in cascade attention.
-        vmem_mib: limit of a kernel's vector memory; None: the compiler's own.
-    """
-
-    row_keys: int = 512
-    row_queries: int = 8
-    chunk_keys: int = 512
-    chunk_queries: int = 64
-    shared_keys: int = 512
-    vmem_mib: int | None = None
+    row_keys: int = 512  # keys of the cache that are fetched and attended to at once, decoding
+    row_queries: int = 8  # queries (of all rows together) of a step of the kernel, decoding
+    chunk_keys: int = 512  # the same as `row_keys`, in chunks of a prompt
+    chunk_queries: int = 64  # the same as `row_queries`, in chunks of a prompt
+    shared_keys: int = 512  # the same as `row_keys`, in cascade attention
+    vmem_mib: int | None = None  # limit of a kernel's vector memory; None: the compiler's own
 
     @property
     def vmem_bytes(self) -> int | None:

@@ -21,19 +21,12 @@ from mesh.cost.expected import KernelCost, costs
 
 @dataclasses.dataclass(frozen=True)
 class ItemPlan:
-    """Facts about all items that are known when the kernel is traced.
+    """Facts about all items that are known when the kernel is traced."""
 
-    Attributes:
-        rules: masks and score transformations.
-        scale: scale of the scores.
-        block: pages of a block.
-        per_head: query heads of a key/value head.
-    """
-
-    rules: ScoreRules
-    scale: float
-    block: int
-    per_head: int = 1
+    rules: ScoreRules  # masks and score transformations
+    scale: float  # scale of the scores
+    block: int  # pages of a block
+    per_head: int = 1  # query heads of a key/value head
 
 
 @dataclasses.dataclass(frozen=True)

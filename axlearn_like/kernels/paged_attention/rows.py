@@ -101,11 +101,7 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def check_rules(rules: ScoreRules, sinks: bool) -> None:
-    """Refuse rules that the kernels do not support.
-
-    Raises:
-        UserError: sinks or attention that is not causal.
-    """
+    """Refuse rules that the kernels do not support (UserError: sinks or attention that is not causal)."""
     if sinks:
         raise UserError(
             "Attention.sinks: the TPU kernel of paged attention does not support sinks; expected sinks=False"

@@ -36,25 +36,15 @@ class KernelDisagrees(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class KernelShapes:
-    """Shapes with which an engine calls its kernel.
+    """Shapes with which an engine calls its kernel."""
 
-    Attributes:
-        heads: key/value heads, query heads of each, and their width.
-        page_size: tokens of a page.
-        dtype: dtype of the pool.
-        longest: tokens that a row can have, whole pages.
-        chunk: tokens of a row of a prefill at most.
-        tile: rows that share keys; None: none do.
-        int8: pages hold int8 numbers and their scales (int8.py).
-    """
-
-    heads: tuple[int, int, int]
-    page_size: int
-    dtype: DTypeLike
-    longest: int
-    chunk: int
-    tile: int | None = None
-    int8: bool = False
+    heads: tuple[int, int, int]  # key/value heads, query heads of each, and their width
+    page_size: int  # tokens of a page
+    dtype: DTypeLike  # dtype of the pool
+    longest: int  # tokens that a row can have, whole pages
+    chunk: int  # tokens of a row of a prefill at most
+    tile: int | None = None  # rows that share keys; None: none do
+    int8: bool = False  # pages hold int8 numbers and their scales (int8.py)
 
     def __str__(self) -> str:
         kv_heads, per_kv, width = self.heads
@@ -64,20 +54,14 @@ class KernelShapes:
 
 @dataclasses.dataclass(frozen=True)
 class SelfTestBatch:
-    """Rows of a self-test: the keys and values of whole sequences, and which of their tokens are new.
+    """Rows of a self-test: the keys and values of whole sequences, and which of their tokens are new."""
 
-    Attributes:
-        name: for people.
-        starts, counts: int32 [r], tokens in the pages, and new ones.
-        chunk: tokens of a row, live or not.
-        tiles: keys in common, arrays of numpy; None: rows share none.
-    """
-
-    name: str
+    name: str  # name for people
+    # `starts`, `counts`: int32 [r], tokens in the pages, and new ones
     starts: np.ndarray
     counts: np.ndarray
-    chunk: int
-    tiles: SharedTiles | None = None
+    chunk: int  # tokens of a row, live or not
+    tiles: SharedTiles | None = None  # keys in common, arrays of numpy; None: rows share none
 
 
 # The worst difference from XLA relative to the largest value, and how many numbers of pages are wrong.

@@ -17,35 +17,21 @@ from mesh.sharding import vary, varying
 
 
 class HeadInputs(NamedTuple):
-    """Arrays of a pass.
+    """Arrays of a pass."""
 
-    Attributes:
-        x: final hidden states [n, d].
-        weight: the head [d, v], or this device's part of its words.
-        targets: int32 [n].
-        reference: hidden states and head of another policy, likewise; or None.
-        candidates: int32 [n, k], the words that have a probability, -1 for none; None: all have.
-    """
-
-    x: Any
-    weight: Any
-    targets: Any
-    reference: Any = None
-    candidates: Any = None
+    x: Any  # final hidden states [n, d]
+    weight: Any  # the head [d, v], or this device's part of its words
+    targets: Any  # int32 [n]
+    reference: Any = None  # hidden states and head of another policy, likewise; or None
+    candidates: Any = None  # int32 [n, k], the words that have a probability, -1 for none; None: all have
 
 
 class Words(NamedTuple):
-    """Settings of a pass; static.
+    """Settings of a pass; static."""
 
-    Attributes:
-        rules: rules of the policy's head.
-        other: rules of the reference's.
-        axes: mesh axes of the shard_map around this over which the words are sharded.
-    """
-
-    rules: HeadRules
-    other: HeadRules
-    axes: tuple[str, ...] = ()
+    rules: HeadRules  # rules of the policy's head
+    other: HeadRules  # rules of the reference's
+    axes: tuple[str, ...] = ()  # mesh axes of the shard_map around this over which the words are sharded
 
 
 class Found(NamedTuple):

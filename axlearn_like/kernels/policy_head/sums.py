@@ -27,17 +27,11 @@ class Statistics(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadRules:
-    """How logits come from products of hidden states and columns: cap, then temperature.
+    """How logits come from products of hidden states and columns: cap, then temperature."""
 
-    Attributes:
-        temperature: logits are divided by it.
-        soft_cap: logits become cap * tanh(logit / cap); None: they are not capped.
-        tile: words whose logits exist at a time.
-    """
-
-    temperature: float = 1.0
-    soft_cap: float | None = None
-    tile: int = 2048
+    temperature: float = 1.0  # logits are divided by it
+    soft_cap: float | None = None  # logits become cap * tanh(logit / cap); None: they are not capped
+    tile: int = 2048  # words whose logits exist at a time
 
     def __post_init__(self):
         if not self.temperature > 0:

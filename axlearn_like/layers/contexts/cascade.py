@@ -132,17 +132,11 @@ class CascadeContext(WindowContext):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CascadePagedContext(PagedContext):
-    """One decoding step of every row on the pages, by the kernel for TPUs.
+    """One decoding step of every row on the pages, by the kernel for TPUs."""
 
-    Attributes:
-        shared: int32 [t], keys that the rows of a tile have in common, whole pages of them.
-        sources: int32 [t], the row whose pages hold them.
-        tile: rows of a tile.
-    """
-
-    shared: Any = None
-    sources: Any = None
-    tile: int = dataclasses.field(default=1, metadata={"static": True})
+    shared: Any = None  # int32 [t], keys that the rows of a tile have in common, whole pages of them
+    sources: Any = None  # int32 [t], the row whose pages hold them
+    tile: int = dataclasses.field(default=1, metadata={"static": True})  # rows of a tile
 
     @override
     def _by_kernel(

@@ -55,16 +55,11 @@ class Context(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedContext:
-    """Causal attention within each segment of a packed row.
+    """Causal attention within each segment of a packed row."""
 
-    Attributes:
-        positions: int32 [batch, length], restarting at 0 in each segment.
-        segment_ids: int32 [batch, length]; 0 marks padding, which attends only to padding.
-        layout: order of the tokens of a row, if the mesh shards rows (see context_parallel/zigzag.py).
-    """
-
-    positions: jax.Array
-    segment_ids: jax.Array
+    positions: jax.Array  # int32 [batch, length], restarting at 0 in each segment
+    segment_ids: jax.Array  # int32 [batch, length]; 0 marks padding, which attends only to padding
+    # Order of the tokens of a row, if the mesh shards rows (see context_parallel/zigzag.py)
     layout: Layout = dataclasses.field(default="straight", metadata={"static": True})
 
     @property
@@ -83,21 +78,13 @@ class PackedContext:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GroupContext:
-    """Rows that hold one prefix and its completions: [g, p + n * t].
+    """Rows that hold one prefix and its completions: [g, p + n * t]."""
 
-    Attributes:
-        prefix_lengths: int32 [groups], live tokens of the (right-padded) prefix.
-        prefix_size: p, the padded prefix length.
-        completions: n.
-        completion_size: t, the padded completion length.
-        completion_lengths: int32 [g, n], live tokens of the completions, None where that is not known.
-    """
-
-    prefix_lengths: jax.Array
-    prefix_size: int = dataclasses.field(metadata={"static": True})
-    completions: int = dataclasses.field(metadata={"static": True})
-    completion_size: int = dataclasses.field(metadata={"static": True})
-    completion_lengths: Any = None
+    prefix_lengths: jax.Array  # int32 [groups], live tokens of the (right-padded) prefix
+    prefix_size: int = dataclasses.field(metadata={"static": True})  # p, the padded prefix length
+    completions: int = dataclasses.field(metadata={"static": True})  # n
+    completion_size: int = dataclasses.field(metadata={"static": True})  # t, the padded completion length
+    completion_lengths: Any = None  # int32 [g, n], live tokens of the completions, None where that is not known
 
     @property
     def live(self) -> jax.Array:
@@ -167,22 +154,15 @@ class GroupContext:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedGroupContext:
-    """Rows that hold the prefixes of some groups, then completions of these groups: [batch, p + t].
+    """Rows that hold the prefixes of some groups, then completions of these groups: [batch, p + t]."""
 
-    Attributes:
-        prefix_segments: int32 [batch, p], the group of each token, from 1 in each row; 0 marks padding.
-        segments: int32 [batch, t], the same of the completions.
-        prefix_positions: int32 [batch, p], restarting at 0 in each group.
-        completion_positions: int32 [batch, t], continuing after the prefix.
-        starts: int32 [batch, t], the index, from 0, at which the token's completion begins; None: there are trees.
-        ends: int32 [batch, t], the index at which all ends that continues the token (`SharedPrefixTrees`), or None.
-    """
-
-    prefix_segments: jax.Array
-    segments: jax.Array
-    prefix_positions: jax.Array
-    completion_positions: jax.Array
+    prefix_segments: jax.Array  # int32 [batch, p], the group of each token, from 1 in each row; 0 marks padding
+    segments: jax.Array  # int32 [batch, t], the same of the completions
+    prefix_positions: jax.Array  # int32 [batch, p], restarting at 0 in each group
+    completion_positions: jax.Array  # int32 [batch, t], continuing after the prefix
+    # int32 [batch, t], the index, from 0, at which the token's completion begins; None: there are trees
     starts: jax.Array | None
+    # int32 [batch, t], the index at which all ends that continues the token (`SharedPrefixTrees`), or None
     ends: jax.Array | None = None
 
     @property
@@ -245,11 +225,7 @@ class PackedGroupContext:
 
 
 def require_complete_rows(context: Any) -> None:
-    """Refuse a mesh that shards the length of rows.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuse a mesh that shards the length of rows (UserError: it does)."""
     if (cp_size := axis_sizes("length").get("sequence", 1)) > 1:
         raise UserError(
             f"mesh axis sequence {cp_size}: {type(context).__name__} needs complete rows; expected sequence 1"

@@ -57,24 +57,16 @@ def make_pool(*, layers: int, pages: int, page_size: int, kv_heads: int, head_di
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedContext:
-    """A chunk of tokens of each row, after what the row has in the pool; the layer's cache is (pool, layer index).
-
-    Attributes:
-        page_table: int32 [r, w].
-        starts: int32 [r], tokens of the row already in the pool.
-        counts: int32 [r], live tokens of the chunk; the rest is padding.
-        chunk: c.
-        pages: pages of one layer.
-        kernel: for TPUs; the pool then has its layout. None: XLA.
-    """
+    """A chunk of tokens of each row, after what the row has in the pool; the layer's cache is (pool, layer index)."""
 
     decodes: ClassVar[bool] = False
 
-    page_table: jax.Array
-    starts: jax.Array
-    counts: jax.Array
-    chunk: int = dataclasses.field(metadata={"static": True})
-    pages: int = dataclasses.field(metadata={"static": True})
+    page_table: jax.Array  # int32 [r, w]
+    starts: jax.Array  # int32 [r], tokens of the row already in the pool
+    counts: jax.Array  # int32 [r], live tokens of the chunk; the rest is padding
+    chunk: int = dataclasses.field(metadata={"static": True})  # c
+    pages: int = dataclasses.field(metadata={"static": True})  # pages of one layer
+    # Kernel for TPUs, whose layout the pool then has; None: XLA
     kernel: PagedKernel | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -161,13 +153,10 @@ class RowContext:
 
     By the kernel of packed rows, which stores no scores, on TPUs, where the cached contexts have a kernel of their own,
     and wherever else there is one: on GPUs, in bfloat16. With exact numerics (kernels/exact) one kernel serves both.
-
-    Attributes:
-        positions: int32 [r, c], 0 to c - 1 in each row.
-        live: bool [r, c], False at padding behind a sequence, which no token of it sees; None: that is not known.
     """
 
-    positions: jax.Array
+    positions: jax.Array  # int32 [r, c], 0 to c - 1 in each row
+    # Bool [r, c], False at padding behind a sequence, which no token of it sees; None: that is not known
     live: Any = None
 
     def attend(

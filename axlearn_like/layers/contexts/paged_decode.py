@@ -53,23 +53,14 @@ class Partial(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """The keys that each owner reads from its pages, and its queries.
+    """The keys that each owner reads from its pages, and its queries."""
 
-    Attributes:
-        q_tkmh: queries, scaled.
-        last_tm: int32, the last key that each query sees.
-        table: int32 [t, w], pages.
-        begins: int32 [t], multiples of the page size.
-        ends: int32 [t], keys behind the last one; at most `begins` where nothing is read.
-        most: the most keys that an owner may read.
-    """
-
-    q_tkmh: jax.Array
-    last_tm: jax.Array
-    table: jax.Array
-    begins: jax.Array
-    ends: jax.Array
-    most: int = dataclasses.field(metadata={"static": True})
+    q_tkmh: jax.Array  # queries, scaled
+    last_tm: jax.Array  # int32, the last key that each query sees
+    table: jax.Array  # int32 [t, w], pages
+    begins: jax.Array  # int32 [t], multiples of the page size
+    ends: jax.Array  # int32 [t], keys behind the last one; at most `begins` where nothing is read
+    most: int = dataclasses.field(metadata={"static": True})  # the most keys that an owner may read
 
     @property
     def splits(self) -> int:
@@ -85,20 +76,14 @@ class Spans:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedDecodeContext(PagedContext):
-    """One decoding step of every row, of a token or some drafted ones, on the pages (`kernel` is None).
-
-    Attributes:
-        shared: int32 [tiles], keys that the rows of a tile have in common, whole pages of them; None: none.
-        sources: int32 [tiles], the row whose pages hold them.
-        tile: rows of a tile.
-        at_once: bytes of keys and values that are read at a time, at least one split.
-    """
+    """One decoding step of every row, of a token or some drafted ones, on the pages (`kernel` is None)."""
 
     decodes: ClassVar[bool] = True
 
-    shared: Any = None
-    sources: Any = None
-    tile: int = dataclasses.field(default=1, metadata={"static": True})
+    shared: Any = None  # int32 [tiles], keys that the rows of a tile have in common, whole pages of them; None: none
+    sources: Any = None  # int32 [tiles], the row whose pages hold them
+    tile: int = dataclasses.field(default=1, metadata={"static": True})  # rows of a tile
+    # Bytes of keys and values that are read at a time, at least one split
     at_once: int = dataclasses.field(default=_AT_ONCE, metadata={"static": True})
 
     @override

@@ -28,17 +28,11 @@ _TPU_BLOCK = 128  # tokens of a half of a device's part: those of a block of the
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """The order in which devices share the tokens of rows.
+    """The order in which devices share the tokens of rows."""
 
-    Attributes:
-        length: tokens of a row.
-        padded: with padding behind, so that devices have equally many.
-        cp_size: devices.
-    """
-
-    length: int
-    padded: int
-    cp_size: int
+    length: int  # tokens of a row
+    padded: int  # tokens with padding behind, so that devices have equally many
+    cp_size: int  # devices
 
     @property
     def places(self) -> np.ndarray:
@@ -82,23 +76,15 @@ def shared_length(length: int, cp_size: int, platform: str, chunks: int = 1) -> 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ShardedRowsContext:
-    """Rows that hold prompts, then completions of them, each device with a part of their tokens.
+    """Rows that hold prompts, then completions of them, each device with a part of their tokens."""
 
-    Attributes:
-        positions: int32 [b, t], restarting in each prompt and continuing in its completions.
-        segments: int32 [b, t]; a token sees those of its own segment only.
-        starts: int32 [b, t], the index, from 0, at which the token's completion begins; 0 in prompts.
-        live: bool [b, t], False at padding.
-        rows: sizes of the places for prompts and for completions.
-        order: the order of the tokens.
-    """
-
-    positions: jax.Array
-    segments: jax.Array
-    starts: jax.Array
-    live: jax.Array
+    positions: jax.Array  # int32 [b, t], restarting in each prompt and continuing in its completions
+    segments: jax.Array  # int32 [b, t]; a token sees those of its own segment only
+    starts: jax.Array  # int32 [b, t], the index, from 0, at which the token's completion begins; 0 in prompts
+    live: jax.Array  # bool [b, t], False at padding
+    # Sizes of the places for prompts and for completions
     rows: SharedPrefix | SharedPrefixes = dataclasses.field(metadata={"static": True})
-    order: RowOrder = dataclasses.field(metadata={"static": True})
+    order: RowOrder = dataclasses.field(metadata={"static": True})  # the order of the tokens
 
     def attend(
         self, q_btkqh: jax.Array, k_btkh: jax.Array, v_btkh: jax.Array, cache: None, attention: AttentionParams
@@ -159,11 +145,7 @@ class ShardedRowsContext:
 
 
 def shard_rows(context: GroupContext | PackedGroupContext, order: RowOrder) -> ShardedRowsContext:
-    """Return the context of rows whose tokens are in this order.
-
-    Raises:
-        UserError: completions are trees.
-    """
+    """Return the context of rows whose tokens are in this order (UserError: completions are trees)."""
     if isinstance(context, GroupContext):
         size, completions = context.completion_size, context.completions
         rows = SharedPrefix(context.prefix_size, completions, size)

@@ -57,21 +57,14 @@ class Cache(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowContext:
-    """One decoding step of every row on its window.
-
-    Attributes:
-        lengths: int32 [r], tokens of the row before the one now fed.
-        needed: int32 [groups], cells that each group reads.
-        step: int32, steps since the windows were filled.
-        live: bool [r, 1], False in idle rows; None: there are none.
-    """
+    """One decoding step of every row on its window."""
 
     decodes: ClassVar[bool] = True
 
-    lengths: jax.Array
-    needed: jax.Array
-    step: jax.Array
-    live: Any = None
+    lengths: jax.Array  # int32 [r], tokens of the row before the one now fed
+    needed: jax.Array  # int32 [groups], cells that each group reads
+    step: jax.Array  # int32, steps since the windows were filled
+    live: Any = None  # bool [r, 1], False in idle rows; None: there are none
 
     @property
     def positions(self) -> jax.Array:

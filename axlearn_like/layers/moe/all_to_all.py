@@ -24,22 +24,14 @@ class SendPlan(NamedTuple):
 
     The first four have an entry for each expert of all devices, int32 [experts]; `received` and `blocks` one for each
     sender and each expert of this device, int32 [devices * own experts].
-
-    Attributes:
-        starts: where in this device's sorted rows those for each expert begin.
-        sent: how many of them are sent in this round.
-        places: where they are put on their receiver.
-        received: how many come.
-        blocks: where they are put here.
-        sizes: rows of each of this device's experts in this round, int32 [own experts].
     """
 
-    starts: jax.Array
-    sent: jax.Array
-    places: jax.Array
-    received: jax.Array
-    blocks: jax.Array
-    sizes: jax.Array
+    starts: jax.Array  # first of this device's sorted rows for each expert
+    sent: jax.Array  # number of them that are sent in this round
+    places: jax.Array  # place of the first on its receiver
+    received: jax.Array  # number of rows that come
+    blocks: jax.Array  # place of the first here
+    sizes: jax.Array  # rows of each of this device's experts in this round, int32 [own experts]
 
 
 def plan_round(

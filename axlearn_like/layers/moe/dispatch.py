@@ -13,15 +13,10 @@ from axlearn_like.kernels.deterministic import no_fuse
 
 
 class Order(NamedTuple):
-    """A permutation of rows.
+    """A permutation of rows."""
 
-    Attributes:
-        source: int32 [rows], row i of the sorted ones was row source[i] before.
-        target: int32 [rows], the inverse.
-    """
-
-    source: jax.Array
-    target: jax.Array
+    source: jax.Array  # int32 [rows], row i of the sorted ones was row source[i] before
+    target: jax.Array  # int32 [rows], the inverse
 
 
 def order_by(keys: jax.Array) -> Order:

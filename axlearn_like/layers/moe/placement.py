@@ -24,18 +24,13 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class ExpertPlan:
-    """The places of experts. Slots are numbered device by device.
+    """The places of experts. Slots are numbered device by device."""
 
-    Attributes:
-        experts: int32 [layers, slots], the expert of each slot.
-        ends: int32 [layers, slots], the end of the slot's part of its expert's rows, in `WHOLE`ths; the part begins
-            where that of the expert's slot before ends, and the last one ends at `WHOLE`.
-        devices: number of devices.
-    """
-
-    experts: Array
+    experts: Array  # int32 [layers, slots], the expert of each slot
+    # int32 [layers, slots], the end of the slot's part of its expert's rows, in `WHOLE`ths; the part begins where that
+    # of the expert's slot before ends, and the last one ends at `WHOLE`
     ends: Array
-    devices: int
+    devices: int  # number of devices
 
     def check(self, layers: int, num_experts: int, slots: int) -> None:
         """Refuse a plan of another model, or for other devices (UserError)."""

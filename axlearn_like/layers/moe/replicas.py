@@ -21,15 +21,10 @@ from mesh.sharding import vary, varying
 
 
 class Placement(NamedTuple):
-    """The table of one layer, or with a first axis of all layers, on devices; see `ExpertPlan`.
+    """The table of one layer, or with a first axis of all layers, on devices; see `ExpertPlan`."""
 
-    Attributes:
-        experts: int32 [slots].
-        ends: int32 [slots].
-    """
-
-    experts: jax.Array
-    ends: jax.Array
+    experts: jax.Array  # int32 [slots]
+    ends: jax.Array  # int32 [slots]
 
 
 _PLACEMENT: ContextVar[Placement | None] = ContextVar("placement", default=None)

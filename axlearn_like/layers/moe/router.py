@@ -19,19 +19,12 @@ from axlearn_like.layers.moe.routing import live_tokens
 
 
 class Routed(NamedTuple):
-    """A router's choice.
+    """A router's choice."""
 
-    Attributes:
-        experts: int32 [batch, length, top_k], no expert twice for a token.
-        weights: float32 [batch, length, top_k].
-        losses: float32 scalars, weighted.
-        metrics: float32 scalars.
-    """
-
-    experts: jax.Array
-    weights: jax.Array
-    losses: dict[str, jax.Array]
-    metrics: dict[str, jax.Array]
+    experts: jax.Array  # int32 [batch, length, top_k], no expert twice for a token
+    weights: jax.Array  # float32 [batch, length, top_k]
+    losses: dict[str, jax.Array]  # float32 scalars, weighted
+    metrics: dict[str, jax.Array]  # float32 scalars
 
 
 class SoftmaxRouter(Layer):

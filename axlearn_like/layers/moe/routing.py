@@ -32,21 +32,13 @@ def live_tokens(routing: Any) -> jax.Array | None:
 
 
 class RoutingLayout(NamedTuple):
-    """The parts of a record of a model's routing. Static.
+    """The parts of a record of a model's routing. Static."""
 
-    Attributes:
-        layers: indices of those with experts.
-        num_layers: number of layers of the model.
-        num_experts: number of experts of a layer.
-        top_k: experts of a token.
-        recorded: the layers return their choice.
-    """
-
-    layers: tuple[int, ...]
-    num_layers: int
-    num_experts: int
-    top_k: int
-    recorded: bool
+    layers: tuple[int, ...]  # indices of those with experts
+    num_layers: int  # number of layers of the model
+    num_experts: int  # number of experts of a layer
+    top_k: int  # experts of a token
+    recorded: bool  # the layers return their choice
 
     @property
     def dtype(self) -> np.dtype[Any]:

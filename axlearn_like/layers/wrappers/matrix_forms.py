@@ -24,14 +24,10 @@ class MatrixForm:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Watched(MatrixForm):
-    """A matrix that tells what it is multiplied with.
+    """A matrix that tells what it is multiplied with."""
 
-    Attributes:
-        weight: the matrix.
-        see: called with the activations [batch, length, *in] of each product, while it is traced.
-    """
-
-    weight: jax.Array
+    weight: jax.Array  # the matrix
+    # Called with the activations [batch, length, *in] of each product, while it is traced
     see: Callable[[jax.Array], None] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -42,13 +38,9 @@ class Watched(MatrixForm):
 
 @dataclasses.dataclass(frozen=True)
 class Transposed(MatrixForm):
-    """The transpose of a stored matrix [out, in]: a tied head.
+    """The transpose of a stored matrix [out, in]: a tied head."""
 
-    Attributes:
-        stored: the matrix as it is stored.
-    """
-
-    stored: Any
+    stored: Any  # the matrix as it is stored
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,15 +51,10 @@ class Transposed(MatrixForm):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ColumnParts(MatrixForm):
-    """A matrix in the place of a parameter, cut into columns for few rows (wrappers/columns.py).
+    """A matrix in the place of a parameter, cut into columns for few rows (wrappers/columns.py)."""
 
-    Attributes:
-        parts: [in, columns] each, with the input axes merged, and the output axes.
-        shape: shape of the parameter.
-    """
-
-    parts: tuple[jax.Array, ...]
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    parts: tuple[jax.Array, ...]  # [in, columns] each, with the input axes merged, and the output axes
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # shape of the parameter
 
     @property
     def T(self) -> Self:  # noqa: N802
@@ -78,15 +65,10 @@ class ColumnParts(MatrixForm):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackEntry(MatrixForm):
-    """A matrix of a stack, in the place of a parameter: a kernel reads it there, where XLA would copy it out first.
+    """A matrix of a stack, in the place of a parameter: a kernel reads it there, where XLA would copy it out first."""
 
-    Attributes:
-        stack: [layers, *in, *out]; or, of experts that an engine holds as int8, a `QArray` of this shape.
-        index: int32, its place.
-    """
-
-    stack: Any
-    index: jax.Array
+    stack: Any  # [layers, *in, *out]; or, of experts that an engine holds as int8, a `QArray` of this shape
+    index: jax.Array  # int32, its place
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -18,17 +18,11 @@ from mesh.sharding import shard_like
 
 
 class PairSums(NamedTuple):
-    """Sums over the completion of one side of each pair, float32 [batch, length], true at the ends of pairs.
+    """Sums over the completion of one side of each pair, float32 [batch, length], true at the ends of pairs."""
 
-    Attributes:
-        policy: log pi.
-        reference: log pi of the reference policy; zero for losses without one.
-        tokens: their number, at least 1.
-    """
-
-    policy: jax.Array
-    reference: jax.Array
-    tokens: jax.Array
+    policy: jax.Array  # log pi
+    reference: jax.Array  # log pi of the reference policy; zero for losses without one
+    tokens: jax.Array  # number of tokens, at least 1
 
     @property
     def ratio(self) -> jax.Array:

@@ -44,25 +44,15 @@ _TOKENIZER += ("*.model", "*.tiktoken")
 
 @dataclass(frozen=True)
 class HuggingFaceDirectory:
-    """A model whose tensors are those of its `config.json`.
+    """A model whose tensors are those of its `config.json`."""
 
-    Attributes:
-        path: the directory.
-        architecture: the one that `config.json` names.
-        decoder: the one that `config.json` describes.
-        tensors: name -> where its bytes are; with copies and ignored ones.
-        expected: name -> shape, and the parameters of our decoder that it fills.
-        notes: messages to the user on what was ignored.
-        left_out: patterns of the names of files that an import does not keep.
-    """
-
-    path: Path
-    architecture: Architecture
-    decoder: Decoder.Config
-    tensors: Mapping[str, TensorSource]
-    expected: Mapping[str, Tensor]
-    notes: tuple[str, ...]
-    left_out: tuple[str, ...] = ()
+    path: Path  # the directory
+    architecture: Architecture  # the one that `config.json` names
+    decoder: Decoder.Config  # the one that `config.json` describes
+    tensors: Mapping[str, TensorSource]  # name -> where its bytes are; with copies and ignored ones
+    expected: Mapping[str, Tensor]  # name -> shape, and the parameters of our decoder that it fills
+    notes: tuple[str, ...]  # messages to the user on what was ignored
+    left_out: tuple[str, ...] = ()  # patterns of the names of files that an import does not keep
 
     @classmethod
     def open(cls, path: str | Path) -> "HuggingFaceDirectory":

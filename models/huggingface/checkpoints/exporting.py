@@ -32,19 +32,13 @@ _CODES = {name: code for code, name in FLOATS.items()}
 
 
 class Original(NamedTuple):
-    """The parts of a model besides its parameters that an import kept.
+    """The parts of a model besides its parameters that an import kept."""
 
-    Attributes:
-        files: directory of its files besides weights, if there is one.
-        dtypes: tensor -> its dtype in the original; the entry "" is that of all others. Empty: not known.
-        imported: the import, whose parameters are the original's tensors; None: there is none.
-        card: text of README.md in place of the original's.
-    """
-
-    files: Path | None = None
+    files: Path | None = None  # directory of its files besides weights, if there is one
+    # Tensor -> its dtype in the original; the entry "" is that of all others. Empty: not known.
     dtypes: Mapping[str, str] = {}
-    imported: Path | None = None
-    card: str | None = None
+    imported: Path | None = None  # the import, whose parameters are the original's tensors; None: there is none
+    card: str | None = None  # text of README.md in place of the original's
 
     @classmethod
     def of(cls, directory: Path | None) -> "Original":
@@ -59,17 +53,13 @@ class Original(NamedTuple):
 
 
 class ExportedTokenizer(NamedTuple):
-    """The tokenizer of an exported model.
+    """The tokenizer of an exported model."""
 
-    Attributes:
-        path: path of its files, written where the original has none; None: there are none.
-        ids: fields of `config.json` that it gives, where there is no original. Its `eos_token_id` are in
-            `generation_config.json` in any case: a model may have learned to end by another than the original's.
-        template: the chat template that the model was trained with, if that is not the one of the files.
-    """
-
-    path: str | None = None
+    path: str | None = None  # path of its files, written where the original has none; None: there are none
+    # Fields of `config.json` that it gives, where there is no original. Its `eos_token_id` are in
+    # `generation_config.json` in any case: a model may have learned to end by another than the original's.
     ids: Mapping[str, Any] = {}
+    # The chat template that the model was trained with, if that is not the one of the files
     template: str | None = None
 
 

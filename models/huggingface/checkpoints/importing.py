@@ -32,19 +32,12 @@ _SPARE = 64 << 20  # bytes left free
 
 
 class Imported(NamedTuple):
-    """The result of an import.
+    """The result of an import."""
 
-    Attributes:
-        directory: the new directory.
-        tensors: number of tensors that were read.
-        nbytes: bytes of the parameters.
-        before: True if all of it was there: nothing was written.
-    """
-
-    directory: Path
-    tensors: int
-    nbytes: int
-    before: bool = False
+    directory: Path  # the new directory
+    tensors: int  # number of tensors that were read
+    nbytes: int  # bytes of the parameters
+    before: bool = False  # True if all of it was there: nothing was written
 
 
 def import_checkpoint(
@@ -89,17 +82,11 @@ def import_checkpoint(
 
 
 class Written(NamedTuple):
-    """A chunk that is on the disk.
+    """A chunk that is on the disk."""
 
-    Attributes:
-        checksum: its part of the parameter's checksum.
-        size: bytes of the parameter.
-        digest: the file's digest.
-    """
-
-    checksum: int
-    size: int
-    digest: str
+    checksum: int  # part of the parameter's checksum
+    size: int  # bytes of the parameter
+    digest: str  # the file's digest
 
 
 def _write_chunks(params: Path, plan: ImportPlan, progress: Callable[[int, int], None]) -> list[Written]:

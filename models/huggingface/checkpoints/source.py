@@ -112,19 +112,12 @@ class ImportedReader(Configurable):
 
 
 class _Job(NamedTuple):
-    """An array to be made: a parameter, or an entry of a stack.
+    """An array to be made: a parameter, or an entry of a stack."""
 
-    Attributes:
-        place: the place of its first tensor.
-        name: the parameter's name.
-        index: the entry's index; None: the whole parameter.
-        make: reads it.
-    """
-
-    place: tuple[str, int]
-    name: str
-    index: int | None
-    make: Callable[[], jax.Array]
+    place: tuple[str, int]  # the place of its first tensor
+    name: str  # the parameter's name
+    index: int | None  # the entry's index; None: the whole parameter
+    make: Callable[[], jax.Array]  # reads it
 
 
 def _read(wanted: Mapping[str, Any], sources: Mapping[str, Sources]) -> dict[str, Any]:

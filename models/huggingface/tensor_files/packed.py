@@ -28,15 +28,10 @@ _MX_BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class ComputedTensor(abc.ABC):
-    """A tensor that is computed from what a file holds; the counterpart of `Stored`.
+    """A tensor that is computed from what a file holds; the counterpart of `Stored`."""
 
-    Attributes:
-        name: the tensor's name.
-        values: the tensor in the file.
-    """
-
-    name: str
-    values: Stored
+    name: str  # the tensor's name
+    values: Stored  # the tensor in the file
 
     @property
     def path(self) -> Path:

@@ -77,19 +77,12 @@ _MOST_NUMBERS = 1 << 60  # limit of a shape's elements, with axes of 0 counted a
 
 
 class Stored(NamedTuple):
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        path: the file.
-        dtype: the dtype's name in the format.
-        shape: the tensor's shape.
-        start: its first byte in the file.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
+    path: Path  # the file
+    dtype: str  # the dtype's name in the format
+    shape: tuple[int, ...]  # the tensor's shape
+    start: int  # first byte in the file
 
     @property
     def nbytes(self) -> int:

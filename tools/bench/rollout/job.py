@@ -21,15 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Completions:
-    """The result of one generation, as plain numbers on the host.
+    """The result of one generation, as plain numbers on the host."""
 
-    Attributes:
-        tokens: ids, one row for each completion; completions of a prompt are consecutive.
-        logprobs: logprobs of those tokens, under the distribution they were drawn from.
-    """
-
-    tokens: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[float]]
+    tokens: Sequence[Sequence[int]]  # ids, one row for each completion; completions of a prompt are consecutive
+    logprobs: Sequence[Sequence[float]]  # logprobs of those tokens, under the distribution they were drawn from
 
 
 def check(job: GrpoJob, completions: Completions) -> None:

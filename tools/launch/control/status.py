@@ -22,21 +22,14 @@ _QUOTA = re.compile(r"exceeded quota|quota exceeded|insufficient quota", re.IGNO
 
 @dataclasses.dataclass(frozen=True)
 class JobSetStatus:
-    """One JobSet.
-
-    Attributes:
-        state: running, pending, restarting, completed, failed, suspended or lost.
-        why: it is not running, in a line; empty where there is no more to say.
-        restarts: so far.
-        running: Pods that run now.
-    """
+    """One JobSet."""
 
     name: str
     role: str
-    state: str
-    why: str
-    restarts: int
-    running: int
+    state: str  # running, pending, restarting, completed, failed, suspended or lost
+    why: str  # cause if it is not running, in a line; empty where there is no more to say
+    restarts: int  # number of restarts so far
+    running: int  # Pods that run now
 
     def line(self) -> str:
         """Return it for a reader."""

@@ -56,11 +56,7 @@ def submit(
 
 
 def add_workers(api: ClusterApi, cfg: Launch.Config, plan: LaunchPlan, count: int, say: Say) -> None:
-    """Add workers to an active RL run.
-
-    Raises:
-        UserError: the run is not active, or is no RL run.
-    """
+    """Add workers to an active RL run (UserError: the run is not active, or is no RL run)."""
     role = next((role for role in plan.roles if role.name == "worker"), None)
     if role is None:
         raise UserError(f"{plan.name} is no RL run, and has no workers")
@@ -115,11 +111,7 @@ def secrets_of(cfg: Launch.Config, plan: LaunchPlan) -> dict[str, dict[str, str]
 
 
 def _remove_ended(api: ClusterApi, run: str) -> None:
-    """Remove JobSets of the run that have ended or were lost.
-
-    Raises:
-        UserError: some are active.
-    """
+    """Remove JobSets of the run that have ended or were lost (UserError: some are active)."""
     there = api.jobsets(run)
     active = [one for one in there if not terminal(one) and not one.get("status", {}).get("lost")]
     if active:

@@ -22,23 +22,14 @@ _WHOLE = 8  # GPUs of a machine with such networks, which a Pod must have all
 
 @dataclasses.dataclass(frozen=True)
 class Fabric:
-    """One kind of network.
+    """One kind of network."""
 
-    Attributes:
-        networks: names in Google's examples.
-        first: number of the first interface, `eth1` or `eth2`.
-        volumes: folders of the machine by name: path there, and in the container or "".
-        env: variables of the container.
-        daemon: name, image and command of a sidecar; None: there is none.
-        devices: devices of the sidecar beside the GPUs.
-    """
-
-    networks: tuple[str, ...]
-    first: int
-    volumes: dict[str, tuple[str, str]]
-    env: dict[str, str]
-    daemon: tuple[str, str, list[str]] | None = None
-    devices: tuple[str, ...] = ()
+    networks: tuple[str, ...]  # names in Google's examples
+    first: int  # number of the first interface, `eth1` or `eth2`
+    volumes: dict[str, tuple[str, str]]  # folders of the machine by name: path there, and in the container or ""
+    env: dict[str, str]  # variables of the container
+    daemon: tuple[str, str, list[str]] | None = None  # name, image and command of a sidecar; None: there is none
+    devices: tuple[str, ...] = ()  # devices of the sidecar beside the GPUs
 
 
 _IMAGES = "us-docker.pkg.dev/gce-ai-infra"

@@ -24,19 +24,12 @@ _LOGIN = "`gcloud container clusters get-credentials CLUSTER --location PLACE` w
 
 @dataclasses.dataclass
 class Access:
-    """Server of a cluster, and how to speak to it.
+    """Server of a cluster, and how to speak to it."""
 
-    Attributes:
-        server: address, https:// or (of a proxy on this machine) http://.
-        context: context of TLS; None: http.
-        user: user of the configuration, whose token may come from a program.
-        name: name of the cluster, for messages.
-    """
-
-    server: str
-    context: ssl.SSLContext | None
-    user: Mapping[str, Any]
-    name: str
+    server: str  # address, https:// or (of a proxy on this machine) http://
+    context: ssl.SSLContext | None  # context of TLS; None: http
+    user: Mapping[str, Any]  # user of the configuration, whose token may come from a program
+    name: str  # name of the cluster, for messages
     _token: str = dataclasses.field(default="", repr=False)
 
     def token(self, *, renewed: bool = False) -> str:

@@ -13,45 +13,29 @@ TPU = "google.com/tpu"
 
 @dataclasses.dataclass(frozen=True)
 class Container:
-    """The only container of a Pod.
-
-    Attributes:
-        command: and its arguments.
-        env: as the manifest has it: `value` or `valueFrom`.
-        mounts: path in the container -> host path, or None for an empty folder.
-        chips: TPU chips that it asks for.
-    """
+    """The only container of a Pod."""
 
     name: str
-    command: tuple[str, ...]
-    env: tuple[Mapping[str, Any], ...]
-    mounts: Mapping[str, str | None]
-    chips: int
+    command: tuple[str, ...]  # command with its arguments
+    env: tuple[Mapping[str, Any], ...]  # variables as the manifest has them: `value` or `valueFrom`
+    mounts: Mapping[str, str | None]  # path in the container -> host path, or None for an empty folder
+    chips: int  # TPU chips that it asks for
 
 
 @dataclasses.dataclass(frozen=True)
 class JobSetSpec:
-    """A JobSet, which restarts as one: equal indexed Jobs, whose Pods all run at once.
-
-    Attributes:
-        job: name of its replicated job.
-        replicas: number of Jobs.
-        pods: Pods of a Job.
-        final: exit statuses that fail it.
-        pod_labels: labels of its Pods.
-        grace: seconds between SIGTERM and SIGKILL.
-    """
+    """A JobSet, which restarts as one: equal indexed Jobs, whose Pods all run at once."""
 
     name: str
     namespace: str
     labels: Mapping[str, str]
     max_restarts: int
-    job: str
-    replicas: int
-    pods: int
-    final: frozenset[int]
-    pod_labels: Mapping[str, str]
-    grace: float
+    job: str  # name of its replicated job
+    replicas: int  # number of Jobs
+    pods: int  # Pods of a Job
+    final: frozenset[int]  # exit statuses that fail it
+    pod_labels: Mapping[str, str]  # labels of its Pods
+    grace: float  # seconds between SIGTERM and SIGKILL
     container: Container
 
 

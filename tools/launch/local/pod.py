@@ -23,27 +23,17 @@ _PASSED = re.compile(r"HOME|USER|LOGNAME|LANG|LC_\w+|TZ|XDG_\w+")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Machine, as one Pod sees it.
-
-    Attributes:
-        address: its own on this machine's loopback interface.
-        labels: which the downward API shows.
-        root: folder that stands for the container's own file system.
-        private: paths in the container that lie there.
-        log: file of its output.
-        mark: value of the variable by which its processes are known.
-        variables: variables of the machine: devices, the platform's own.
-    """
+    """Machine, as one Pod sees it."""
 
     name: str
     namespace: str
-    address: str
-    labels: Mapping[str, str]
-    root: Path
-    private: tuple[str, ...]
-    log: Path
-    mark: str
-    variables: Mapping[str, str]
+    address: str  # own address on this machine's loopback interface
+    labels: Mapping[str, str]  # labels that the downward API shows
+    root: Path  # folder that stands for the container's own file system
+    private: tuple[str, ...]  # paths in the container that lie there
+    log: Path  # file of its output
+    mark: str  # value of the variable by which its processes are known
+    variables: Mapping[str, str]  # variables of the machine: devices, the platform's own
 
 
 class Pod:

@@ -14,27 +14,16 @@ from rl.fleet.devices import RoleDevices, parse_devices
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """Machines with one kind of accelerator on Google's platforms.
+    """Machines with one kind of accelerator on Google's platforms."""
 
-    Attributes:
-        label: value of the node label `cloud.google.com/gke-tpu-accelerator`; of GPUs, of `gke-accelerator`.
-        machine: name of a machine type, with {chips} in the place of its number of chips.
-        machines: numbers of chips of the machine types; empty: not known.
-        api: name in the Cloud TPU API; None: the generation is not sold there.
-        runtime: version of the virtual machines' software in the Cloud TPU API.
-        placement: slices with several hosts need a workload policy, whose name is a node label.
-        devices: GPU as a fleet names it; empty: it is a TPU.
-        fabric: network of GPUs of several machines (kubernetes/fabric.py); empty: TCP alone.
-    """
-
-    label: str
-    machine: str
-    machines: tuple[int, ...] = ()
-    api: str | None = None
-    runtime: str = ""
-    placement: bool = False
-    devices: str = ""
-    fabric: str = ""
+    label: str  # value of the node label `cloud.google.com/gke-tpu-accelerator`; of GPUs, of `gke-accelerator`
+    machine: str  # name of a machine type, with {chips} in the place of its number of chips
+    machines: tuple[int, ...] = ()  # numbers of chips of the machine types; empty: not known
+    api: str | None = None  # name in the Cloud TPU API; None: the generation is not sold there
+    runtime: str = ""  # version of the virtual machines' software in the Cloud TPU API
+    placement: bool = False  # slices with several hosts need a workload policy, whose name is a node label
+    devices: str = ""  # GPU as a fleet names it; empty: it is a TPU
+    fabric: str = ""  # network of GPUs of several machines (kubernetes/fabric.py); empty: TCP alone
 
 
 _PARTS = (1, 2, 4, 8)
@@ -55,21 +44,13 @@ ACCELERATORS = {
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """Equal groups of machines that one program uses: TPU slices, or hosts of GPUs.
+    """Equal groups of machines that one program uses: TPU slices, or hosts of GPUs."""
 
-    Attributes:
-        text: one of them, as a fleet names it.
-        devices: devices of all.
-        accelerator: names of the machines on the platform.
-        kind: TPU generation, or kind of GPU.
-        count: number of groups.
-    """
-
-    text: str
-    devices: RoleDevices
-    accelerator: Accelerator
-    kind: str
-    count: int = 1
+    text: str  # one of them, as a fleet names it
+    devices: RoleDevices  # devices of all
+    accelerator: Accelerator  # names of the machines on the platform
+    kind: str  # TPU generation, or kind of GPU
+    count: int = 1  # number of groups
 
     def __str__(self) -> str:
         name = self.text if self.devices.topology is None else self.topology.name

@@ -17,16 +17,11 @@ SPOT_GRACE = 15  # seconds that GKE gives a Pod on a Spot VM; a larger terminati
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """Terms under which machines are asked for.
-
-    Attributes:
-        reservation: its name, where the kind is "reserved".
-        project: project of a reservation that is shared; None: the cluster's own.
-    """
+    """Terms under which machines are asked for."""
 
     kind: Kind
-    reservation: str = ""
-    project: str | None = None
+    reservation: str = ""  # name of the reservation, where the kind is "reserved"
+    project: str | None = None  # project of a reservation that is shared; None: the cluster's own
 
     @property
     def spot(self) -> bool:
@@ -50,11 +45,7 @@ class Capacity:
         return [key] if self.spot else []
 
     def tpu_api(self, project: str, zone: str) -> dict[str, Any]:
-        """Return the fields of a queued resource.
-
-        Raises:
-            UserError: the API has no word for it.
-        """
+        """Return the fields of a queued resource (UserError: the API has no word for it)."""
         if self.kind == "flex":
             raise UserError("launch.capacity='flex': the Cloud TPU API has no such capacity; use --on gke, or spot")
         if self.kind == "spot":
@@ -66,11 +57,7 @@ class Capacity:
 
 
 def parse_capacity(text: str, field: str) -> Capacity:
-    """Parse `spot`, or `reserved:NAME`, or `reserved:projects/PROJECT/NAME`.
-
-    Raises:
-        UserError: there is no such capacity.
-    """
+    """Parse `spot`, or `reserved:NAME`, or `reserved:projects/PROJECT/NAME` (UserError: there is no such capacity)."""
     kind, colon, name = text.partition(":")
     found: Kind | None = next((known for known in _KINDS if known == kind), None)
     if found is None:

@@ -42,11 +42,7 @@ def seen_chips(devices: Path = Path("/dev")) -> int:
 
 
 def check_machine(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Return the rank.
-
-    Raises:
-        MachineError: this is no machine for the process.
-    """
+    """Return the rank (MachineError: this is no machine for the process)."""
     own = rank(arguments, environment)
     if arguments.chips and environment.get("JAX_PLATFORMS") != "cpu":
         given = environment.get("SLURM_STEP_GPUS", "")  # share of a machine that others may use, too

@@ -197,15 +197,10 @@ def factorised_config[C: ConfigBase[Any]](model: C, how: FactorisedWeights.Confi
 
 
 class CalibrationRows(NamedTuple):
-    """Rows of text, whose activations whiten.
+    """Rows of text, whose activations whiten."""
 
-    Attributes:
-        tokens: int32 [rows, length].
-        live: bool [rows, length], False at padding behind the text.
-    """
-
-    tokens: Any
-    live: Any
+    tokens: Any  # int32 [rows, length]
+    live: Any  # bool [rows, length], False at padding behind the text
 
 
 def factorised_params(plain: Any, held: Any, params: Params, rows: CalibrationRows | None = None) -> Params:

@@ -40,15 +40,10 @@ BLOCK = 32  # tokens of a row multiplied at a time: XLA's CPU backend sums longe
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FactorisedMatrix(MatrixForm):
-    """The product a b in the place of a matrix; `project` multiplies with a, then with b.
+    """The product a b in the place of a matrix; `project` multiplies with a, then with b."""
 
-    Attributes:
-        a: [*in, rank].
-        b: [rank, *out].
-    """
-
-    a: jax.Array
-    b: jax.Array
+    a: jax.Array  # [*in, rank]
+    b: jax.Array  # [rank, *out]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,13 +58,9 @@ class FactorisedMatrix(MatrixForm):
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedMatrix(MatrixForm):
-    """A matrix with more than its own numbers, where a layer expects a parameter.
+    """A matrix with more than its own numbers, where a layer expects a parameter."""
 
-    Attributes:
-        weight: [*in, *out].
-    """
-
-    weight: jax.Array
+    weight: jax.Array  # [*in, *out]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,15 +71,10 @@ class AdaptedMatrix(MatrixForm):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowAdapted(AdaptedMatrix):
-    """W + a[row] b[row] in the place of a matrix W, for `project`.
+    """W + a[row] b[row] in the place of a matrix W, for `project`."""
 
-    Attributes:
-        a: [rows, in, rank], with the input axes merged.
-        b: [rows, rank, out], with the output axes merged; scales are in it.
-    """
-
-    a: jax.Array
-    b: jax.Array
+    a: jax.Array  # [rows, in, rank], with the input axes merged
+    b: jax.Array  # [rows, rank, out], with the output axes merged; scales are in it
 
     def update(self, x: jax.Array, in_axis: str | None, out_axis: str | None) -> jax.Array:
         """Return x a b, [rows, length, out], for x [rows, length, *in]; the axes are logical names of the first ones.
@@ -133,18 +119,12 @@ class AddedProduct(AdaptedMatrix):
     """W x + (x a) b in the place of W x, for `project`; with a key, dropout on the input of A alone, as PEFT has it.
 
     In float32 on CPUs, the numbers of `RowAdapted` with these factors to the bit, from 64 tokens on.
-
-    Attributes:
-        a: [*in, rank].
-        b: [rank, *out], with the scale in it.
-        key: key of the numbers of x that are kept; None: all are.
-        rate: share of numbers that are dropped.
     """
 
-    a: jax.Array
-    b: jax.Array
-    key: jax.Array | None = None
-    rate: float = dataclasses.field(default=0.0, metadata={"static": True})
+    a: jax.Array  # [*in, rank]
+    b: jax.Array  # [rank, *out], with the scale in it
+    key: jax.Array | None = None  # key of the numbers of x that are kept; None: all are
+    rate: float = dataclasses.field(default=0.0, metadata={"static": True})  # share of numbers that are dropped
 
     def dropped(self, x: jax.Array) -> jax.Array:
         """Return x with some numbers 0 and the others as much larger; x itself without a key."""

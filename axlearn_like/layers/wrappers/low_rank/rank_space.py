@@ -21,13 +21,9 @@ from mesh.rules import partition
 
 @dataclasses.dataclass(frozen=True)
 class RankSpace:
-    """Keys and values of an attention layer whose two projections are factors.
+    """Keys and values of an attention layer whose two projections are factors."""
 
-    Attributes:
-        layer: an `Attention`.
-    """
-
-    layer: Any
+    layer: Any  # an `Attention`
 
     @property
     def _matrices(self) -> tuple[FactorisedMatrix, FactorisedMatrix]:

@@ -31,23 +31,15 @@ SIZES = (f"max_prompt_tokens={PROMPT}", f"max_new_tokens={NEW}", "engine.max_num
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model to serve, and the load on it.
+    """A model to serve, and the load on it."""
 
-    Attributes:
-        name: an experiment, whose random weights are served.
-        sets: edits of it.
-        warmup: value of `axl serve --warmup`.
-        passes: passes of each level.
-        levels: requests of a pass, by how many are made at once.
-        seed: seed of the order and the prompts.
-    """
-
-    name: str = "demo"
-    sets: tuple[str, ...] = SIZES
-    warmup: str = "full"
-    passes: int = 5
+    name: str = "demo"  # an experiment, whose random weights are served
+    sets: tuple[str, ...] = SIZES  # edits of it
+    warmup: str = "full"  # value of `axl serve --warmup`
+    passes: int = 5  # passes of each level
+    # Requests of a pass, by how many are made at once
     levels: Mapping[str, int] = dataclasses.field(default_factory=lambda: LEVELS)
-    seed: int = 0
+    seed: int = 0  # seed of the order and the prompts
 
 
 @dataclasses.dataclass(frozen=True)

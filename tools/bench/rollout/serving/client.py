@@ -18,27 +18,16 @@ _TICKS = 100  # ticks of /proc/PID/stat per second
 
 @dataclass(frozen=True)
 class Load:
-    """Requests to make.
+    """Requests to make."""
 
-    Attributes:
-        port: port of the server, on 127.0.0.1.
-        pid: number of the process of the server.
-        model: name in requests.
-        passes: `{requests at once: requests}` is gone through so often, in random order.
-        levels: requests of a pass, by how many are made at once.
-        prompt: tokens of the longest prompt.
-        new: the most tokens of an answer.
-        seed: seed of the order and the prompts.
-    """
-
-    port: int
-    pid: int
-    model: str
-    passes: int
-    levels: dict[str, int]
-    prompt: int
-    new: int
-    seed: int = 0
+    port: int  # port of the server, on 127.0.0.1
+    pid: int  # number of the process of the server
+    model: str  # name in requests
+    passes: int  # `{requests at once: requests}` is gone through so often, in random order
+    levels: dict[str, int]  # requests of a pass, by how many are made at once
+    prompt: int  # tokens of the longest prompt
+    new: int  # the most tokens of an answer
+    seed: int = 0  # seed of the order and the prompts
 
 
 @dataclass(frozen=True, slots=True)
