@@ -82,7 +82,6 @@ def check_name(name: str, also: Collection[str] | None = None) -> None:
     """Refuse a name that neither this package nor an installed one declares; those with a colon are left to `find`.
 
     Args:
-        name: the name.
         also: directories of runs and models, which are right, too; None: only an experiment is.
 
     Raises:

@@ -43,8 +43,6 @@ def did_you_mean(name: str, options: Iterable[str], *, limit: int = 8) -> str:
     """Return the tail of an error message that points from a wrong name to the right ones.
 
     Args:
-        name: What the user wrote.
-        options: The names that would have been accepted.
         limit: At most so many names are listed when none is near.
 
     Returns:

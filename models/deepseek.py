@@ -50,13 +50,10 @@ def latent_mixture(
 
     Args:
         vocab_size: rows of the embedding and of the head.
-        dim: model width.
         hidden: width of the feed-forward network of dense blocks.
-        num_layers: blocks.
         num_dense: blocks that are dense, the first ones.
         attention: the attention of all blocks; its `scale` is set by its YaRN scaling.
         feed_forward: the feed-forward layer of the other blocks.
-        eps: the epsilon of every norm but those of latents.
     """
     attention.scale = score_scale(attention)
     mixture = Block.Config(norm=RMSNorm.Config(eps=eps), attention=attention, feed_forward=feed_forward)

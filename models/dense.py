@@ -29,18 +29,10 @@ def dense(
 
     Args:
         vocab_size: rows of the embedding, with those that no token uses.
-        dim: model width.
         hidden: width of the feed-forward network.
-        num_layers: blocks.
-        num_heads: query heads.
-        num_kv_heads: key/value heads.
         theta: base of the rotary wavelengths.
-        eps: the epsilon of every norm.
         head_dim: width of one head; None: dim / num_heads.
         tied: True if the embedding is the output head too.
-        scaling: the scaling of the rotary frequencies.
-        qkv_bias: biases of the query, key and value projections.
-        qk_norm: norms of queries and keys, head by head.
         max_length: positions that the model was made for.
     """
     attention = Attention.Config(

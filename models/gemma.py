@@ -48,8 +48,6 @@ def gemma2(
     Args:
         window: tokens that blocks with a window see.
         score_cap: soft cap of attention scores.
-        logit_cap: soft cap of the logits.
-        rope: the rotary embedding of all blocks.
         kinds: True for each block of a round that has a window.
         shape: the other arguments of `sandwich`.
     """
@@ -92,14 +90,10 @@ def sandwich(
 
     Args:
         vocab_size: rows of the embedding, which is the head too.
-        dim: model width.
         hidden: width of the feed-forward network.
-        num_layers: blocks.
         heads: query heads, key/value heads, and their width.
         scalar: scores are multiplied by scalar ** -0.5.
         kinds: fields of the attention of each kind of block.
-        logit_cap: soft cap of the logits.
-        eps: the epsilon of every norm.
     """
     num_heads, num_kv_heads, head_dim = heads
     attention = Attention.Config(

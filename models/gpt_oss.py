@@ -58,19 +58,12 @@ def sink_mixture(
 
     Args:
         vocab_size: rows of the embedding and of the head.
-        dim: model width.
         hidden: width of one expert.
-        num_layers: blocks.
         heads: query heads, key/value heads, and their width.
-        num_experts: experts of each block.
-        top_k: experts of a token.
-        rope: the rotary embedding of all blocks.
         window: tokens that blocks with a window see.
         kinds: True for each block of a round that has a window.
         limit: bound of gate and up before the activation.
         alpha: slope of the activation's sigmoid.
-        load_balance: weight of the load-balancing loss.
-        eps: the epsilon of every norm.
     """
     num_heads, num_kv_heads, head_dim = heads
     router = BiasedSoftmaxRouter.Config(top_k=top_k, load_balance=load_balance)

@@ -16,8 +16,8 @@ LIMIT = 15
 MOST_PARAMETERS = 8
 
 LIBRARY = ("mesh", "axlearn_like", "models", "rl")
-# Lines at most. Still above their bounds: tools (17,000), all rooms (105,000); set each when it is reached.
-MOST_LINES: dict[str, int | None] = {"CHANGELOG.md": 300, "tools": None, "all rooms": None}
+# Lines at most. Still above its bound: all rooms (105,000); set when it is reached.
+MOST_LINES: dict[str, int | None] = {"CHANGELOG.md": 300, "tools": 17_000, "all rooms": None}
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, dict[str, int]]:

@@ -120,7 +120,6 @@ def refusal(cfg: ConfigBase[Any], *features: str) -> str | None:
     """Return why an experiment cannot have these features, in a run's own words; None: it can, as far as fields say.
 
     Args:
-        cfg: the experiment; it is not changed.
         features: names of `FEATURES`.
     """
     switches = [FEATURES[name] for name in features]
@@ -142,11 +141,7 @@ def refusal(cfg: ConfigBase[Any], *features: str) -> str | None:
 
 
 def exclusions(cfg: ConfigBase[Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield each feature that an experiment cannot have, then each two that exclude each other, with the reason.
-
-    Args:
-        cfg: an RL experiment.
-    """
+    """Yield each feature that an experiment cannot have, then each two that exclude each other, with the reason."""
     fitting: list[str] = []
     for name in FEATURES:
         if (why := refusal(cfg, name)) is None:

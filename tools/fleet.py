@@ -28,10 +28,7 @@ def load_placed(
     """Return an experiment on its fleet: devices, mesh rules by role, modifiers, then the edits `sets`.
 
     Args:
-        name: name of the experiment, or its config.
-        sets: edits `path=value`, or values by path.
         seed: passed to the experiment's function if not None.
-        applied: modifiers.
         fleet: roles and devices that replace those of the experiment's `fleet`.
 
     Raises:

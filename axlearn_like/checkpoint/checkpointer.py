@@ -125,7 +125,6 @@ class Checkpointer(Configurable):
         Args:
             abstract_state: `jax.ShapeDtypeStruct`s like the state; the arrays get their shardings (on real devices,
                 of any mesh).
-            step: a completed step.
 
         Raises:
             CheckpointError: there is none, it cannot be read, is damaged, or is of a state of another shape.

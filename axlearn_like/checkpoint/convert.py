@@ -134,7 +134,6 @@ def restore_converted(
     """Read the parameters of any run's checkpoint and apply `conversions` in this order.
 
     Args:
-        path: as for `restore_params`.
         abstract_params: the wanted arrays: `jax.ShapeDtypeStruct`s with shardings.
         conversions: from the saved arrays to the wanted ones.
         read: reads the saved arrays, instead of a checkpoint at `path`.

@@ -41,10 +41,6 @@ def note_text(items: Iterable[str]) -> None:
 def check_consent(items: Iterable[str], path: str) -> None:
     """Refuse what came from a text and is not allowed.
 
-    Args:
-        items: what a config reaches.
-        path: its place, for messages.
-
     Raises:
         ConfigError: names the item, and the option that allows it.
     """

@@ -16,8 +16,6 @@ def with_mesh_rules[C: ConfigBase[Any]](cfg: C, device: str, within: Mapping[str
     """A copy with the edits for these devices, of the config itself and of those within that have rules of their own.
 
     Args:
-        cfg: the config.
-        device: name of its devices.
         within: path -> name of other devices, on which the part of the config below that path lives.
 
     Raises:

@@ -75,10 +75,6 @@ def qualified_name(obj: Any, where: str = "value") -> str:
 def import_name(name: str, where: str = "value") -> Any:
     """The function or type at `module:qualname`; imports that module and nothing else, and only if it is trusted.
 
-    Args:
-        name: `module:qualname`.
-        where: what messages call the place of the name.
-
     Raises:
         ImportNameError: the module or the name in it does not exist, or a config's text may not name it.
     """

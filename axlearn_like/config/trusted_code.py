@@ -100,9 +100,6 @@ def check_object(found: Any, name: str, where: str, *, written: bool = False) ->
     """Refuse what `name` leads to unless it was declared, or is defined in code that the user trusts.
 
     Args:
-        found: the function or class.
-        name: `module:qualname`.
-        where: what messages call the place of the name.
         written: a program writes the name of what it has: code that is neither ours nor a library's is the user's own.
 
     Raises:

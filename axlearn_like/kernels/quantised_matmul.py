@@ -65,7 +65,6 @@ def quantise(x: jax.Array, inputs: Sequence[int], numbers: Numbers, group: int |
     Args:
         x: a matrix, or stacks of them.
         inputs: axes that a product contracts: they share a scale.
-        numbers: numbers to round to.
         group: entries of the last of these axes that share a scale; None: all.
 
     Raises:
@@ -122,9 +121,6 @@ def quantised_dot(
     """Return x [..., in] times matrix [in, out], both rounded to `numbers`; a `QArray` is, and has no gradient.
 
     Args:
-        x: activations.
-        matrix: weights.
-        numbers: numbers to round to.
         dtype: dtype of the result; None: that of x.
         spec: sharding of the result.
     """

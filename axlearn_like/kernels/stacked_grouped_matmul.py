@@ -53,7 +53,6 @@ def plan_visits(sizes: jax.Array, rows: int, tile: int) -> Visits:
     Args:
         sizes: int32 [groups].
         rows: rows of all tiles, a multiple of `tile`.
-        tile: rows of a tile.
     """
     groups = len(sizes)
     ends = jnp.cumsum(sizes)
@@ -87,7 +86,6 @@ def stacked_product(
         stack_lgio: [layers, groups, in, out], of the type of x; or int8 with scales [layers, groups, 1, out].
         layer: int32, index of the layer.
         sizes: int32 [groups], rows of each group; rows behind all of them have an undefined result.
-        interpret: simulate a TPU, which is slow.
     """
     (rows, depth), groups, columns = x_ri.shape, *stack_lgio.shape[1::2]
     held: Any
@@ -137,9 +135,6 @@ def product_by_visits(
     Args:
         multiply: function of references to a tile and to a block of a matrix, and of `turned`: their float32 product.
         x_ri: as in `stacked_product`; its depth may be that of one of equal parts of the matrices'.
-        stack_lgio: as there.
-        layer: as there.
-        sizes: as there.
         plan: tiles, blocks and the form of the matrices.
         dtype: dtype of the result; None: that of x.
         scale: float32 [layers, groups, 1, out], factors of the columns of products; None: there are none.

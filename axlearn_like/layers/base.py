@@ -147,7 +147,6 @@ def build_abstract(cfg: ConfigBase[Any], change: Callable[[Any], Any] | None = N
     It is `jax.eval_shape` of `cfg.build`, but traces no initializers, which are four fifths of the time of that.
 
     Args:
-        cfg: config of the layer.
         change: change of the layer, before its arrays are described. With a function that stands in a module, not a new
             one for each call, an equal layer is not traced again.
     """
@@ -205,7 +204,6 @@ def first_params(
 
     Args:
         build: from a key to all parameters, with layers that `param` makes; pure.
-        seed: seed of the key.
         like: the chosen parameters, described, with shardings.
         chosen: parameters to return, of all of them.
     """

@@ -144,9 +144,7 @@ def scan_segment(applies: Sequence[Apply], carry: Any, layers: Any, *, unroll: i
 
     Args:
         applies: one for each kind, in turn.
-        carry: carry of the scan.
         layers: pytree of arrays [layers, ...].
-        unroll: layers per iteration.
     """
     period = len(applies)
     if period == 1:

@@ -77,7 +77,6 @@ def pool(x_btd: jax.Array, context: Context, pooling: Pooling) -> jax.Array:
     """Return for each token the pooled hidden states of its sequence up to it, [batch, length, dim].
 
     Args:
-        x_btd: final hidden states.
         context: positions restart at 0 with each sequence of a row.
         pooling: `last`: the token's own state. `mean`: of all tokens. `cls`: the first token's, which has seen the
             others only where attention is not causal.

@@ -95,7 +95,6 @@ class Learner(Configurable):
         Args:
             grads: like `params`, of any float type.
             opt_state: from `init` or the previous `update`.
-            params: the parameters to change.
 
         Returns:
             New parameters, new optimizer state, and float32 metrics: `grad_norm` (before clipping, without frozen

@@ -25,8 +25,6 @@ def causal_pairs(rows: int, length: int, window: int | None = None) -> float:
     """Return the pairs of a query and a key in `rows` rows of `length` tokens that are not packed.
 
     Args:
-        rows: rows of a batch.
-        length: length of each.
         window: tokens that a query sees, its own included; None: all before it.
     """
     seen = min(window or length, length)
@@ -55,7 +53,6 @@ def model_flops(model: ConfigBase[Any], work: Workload, *, backward: bool = Fals
 
     Args:
         model: config of a `Layer`.
-        work: what goes through it.
         backward: count the gradients too.
 
     Raises:

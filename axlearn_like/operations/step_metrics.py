@@ -37,9 +37,7 @@ class StepMetrics:
         """Start counting now.
 
         Args:
-            clock: clock of this process.
             past: account of the event log up to now, this process included.
-            devices: devices of the mesh.
             peak: FLOP/s of one device, if known.
         """
         self._clock, self._past, self._devices = clock, past, devices

@@ -48,9 +48,6 @@ class RunMirror:
     def __init__(self, url: str):
         """Become the owner, and fetch what the working folder lacks.
 
-        Args:
-            url: URL of the run directory.
-
         Raises:
             RunTaken: another machine owns the run. BucketError: the bucket cannot be read or written.
         """

@@ -30,7 +30,6 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
 
     Args:
         path: path, absolute or relative, or file://.
-        what: the setting or argument, for messages.
 
     Raises:
         UserError: it is a URL of something else.
@@ -56,10 +55,8 @@ def fetched(
 
     Args:
         path: path, or URL of a file or folder.
-        what: the setting or argument, for messages.
         version: checkpoints of a run that are fetched: the newest (None), "best", a step, "none"; "all": every file.
         only: says of a name within a folder if it is needed.
-        quiet: print nothing.
 
     Raises:
         UserError: nothing is there, or it cannot be reached; the disk has no room.
@@ -201,7 +198,6 @@ def store_spec(url: str | Mapping[str, Any], setting: str) -> str | dict[str, An
     Args:
         url: file:///path, file://relative/path or just a path; gs://bucket/path, s3://bucket/path, memory://name; or
             the specification of a KvStore as a dict, for what no URL can say (the endpoint of an S3 store).
-        setting: config path of the URL, for messages.
 
     Raises:
         UserError: it is none of these.

@@ -19,8 +19,6 @@ def encode_inside(tokenizer: Tokenizer, text: str, behind: Sequence[int] = (), *
     """Return the ids of a text that stands behind others.
 
     Args:
-        tokenizer: its tokenizer.
-        text: the text.
         behind: ids of what is before it, of which the last few count; (): some plain text.
         special: special tokens spelled out in the text are themselves, see `Tokenizer.encode`.
     """

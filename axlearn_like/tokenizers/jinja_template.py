@@ -31,9 +31,7 @@ class JinjaTemplate:
     """A compiled template; safe to share between threads.
 
     Args:
-        source: its text.
         special_tokens: the variables `bos_token`, `eos_token` and so on that the template may write.
-        where: the file, for errors.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str = "chat template"):

@@ -135,7 +135,6 @@ def head_sums(model: Any, fn: TokenLoss, chunks: int, x: jax.Array, *others: jax
     """Return the sums over tokens of `fn(logits, *others)`, a loss and metrics; logits of one chunk exist at a time.
 
     Args:
-        model: a decoder.
         fn: returns sums over tokens.
         chunks: parts of a row's tokens.
         x: final hidden states [batch, length, dim].

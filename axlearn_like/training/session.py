@@ -107,12 +107,7 @@ class Session(contextlib.ExitStack):
         """Open the operations; nothing is restored or compiled yet.
 
         Args:
-            cfg: config of the trainer.
-            run: open.
-            mesh: mesh of the trainer, which is set.
             group: the processes of the trainer; the leader writes logs and keeps the best checkpoints.
-            phase: phase of the metrics rows.
-            checkpoints: folder of this phase.
             began: unix time from which on time is charged to this session; None: now.
         """
         super().__init__()
@@ -145,8 +140,6 @@ class Session(contextlib.ExitStack):
 
         Args:
             program: describes the state.
-            learner: initialises the optimizer state.
-            seed: seed of the initial parameters.
             params: maps abstract parameters to the initial ones; None: they are initialised from `seed`.
             also: further described arrays of a checkpoint.
             held: the frozen parameters, if they are there already: the state has them as they are.
@@ -192,9 +185,6 @@ class Session(contextlib.ExitStack):
             step: completed updates.
             program: the step, and the model's graph definition for evaluators.
             source: batches, and what follows an update.
-            learner: that of the program.
-            loss: loss of evaluators.
-            show: progress on the terminal.
         """
         cfg = self._cfg
         self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3), **compilers())

@@ -44,11 +44,9 @@ def make_train_step(
         loss_fn: `(params, batch) -> (loss, metrics)` of what the learner trains, with the loss and every metric
             additive over slices of the batch (metrics called `*_max`: combined by maximum). Then gradient and
             metrics do not depend on `microbatches`, however uneven the masks are.
-        learner: turns gradients into updates.
         microbatches: slices computed one after another; divides the first axis of every array in
             the batch. Arrays without axes (scalars), and those under `SHARED`, are shared by all slices.
         like: a state, abstract or not, with shardings; needed if the learner keeps some of it on the host.
-        compiler_options: options of the compiler of XLA.
         dropout: seed of what layers drop out; None: nothing is.
 
     Returns:

@@ -38,7 +38,6 @@ def ehrsql(
     """Questions on health records (EHRSQL-2024): `data` has the questions, `labels` their SQL ("null": abstain).
 
     Args:
-        data: file of the questions.
         labels: file of their queries; None: queries and schema lie beside the questions, under their own names.
         heldout: both of another part, to evaluate on.
         schema: file of CREATE TABLE statements: prompts show its names, and `SqlVerifier` makes databases of it; None:

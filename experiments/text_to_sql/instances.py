@@ -33,8 +33,6 @@ def instance(schema: str, seed: int, wanted: Sequence[str | float] = ()) -> sqli
     """Return a database in memory of this schema, with random rows.
 
     Args:
-        schema: CREATE TABLE statements.
-        seed: seed of the rows.
         wanted: values that occur, and near which numbers are: those of the query to try.
 
     Raises:

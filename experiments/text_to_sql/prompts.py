@@ -57,7 +57,6 @@ def instructed(schema: str, question: str, examples: Sequence[Example] = (), *, 
 
     Args:
         schema: its `outline`.
-        question: question to answer.
         examples: questions on the same schema, which are masked.
         steps: ask for a chain of thought before the query.
     """

@@ -66,7 +66,6 @@ def parse_json(
     """Return the value of JSON in UTF-8.
 
     Args:
-        data: the text.
         containers: objects and lists that it may have.
         pairs: makes each object of its pairs.
 

@@ -45,7 +45,6 @@ class Bucket:
 
         Args:
             url: as `bucket_url` returns it.
-            what: the setting or argument, for messages.
 
         Raises:
             BucketError: no library serves such URLs, or it is not installed; the URL names no bucket.

@@ -27,7 +27,6 @@ def open_written(path: str | os.PathLike[str], mode: str = "a") -> IO[Any]:
     """Open a file to write to it, made with mode 0600 if it is not there; "ab" without a buffer.
 
     Args:
-        path: the file.
         mode: "a" or "ab" to append, "a+" to read too; "w" or "wb" to empty it first.
 
     Raises:

@@ -47,7 +47,6 @@ def to_peft(params: Params, cfg: Decoder.Config, base: str = "") -> PeftAdapter:
 
     Args:
         params: those of the decoder; only the factors are read.
-        cfg: the decoder, with its wrappers.
         base: name or path of the base model, recorded in the config.
 
     Raises:
@@ -123,7 +122,6 @@ def adapter_tensors(
     Args:
         shapes: shapes of the tensors in the file.
         config: PEFT's config.
-        cfg: the decoder.
 
     Raises:
         ConversionError: the adapter has what our layers do not compute, or tensors of another model.

@@ -73,7 +73,6 @@ def config_json(
     """Return the `config.json` of a decoder.
 
     Args:
-        cfg: the decoder.
         dtype: the dtype of the tensors.
         architecture: None: the one that has such decoders.
         token_ids: fields such as `eos_token_id`, which only a tokenizer knows.

@@ -32,7 +32,6 @@ def expected_tensors(
     """Return the tensors that a checkpoint of this model has: name -> shape and pieces.
 
     Args:
-        cfg: the decoder.
         architecture: None: the one that has such models.
         packed: names of tensors that are held as fewer bits, where some families have other axes.
 
@@ -95,8 +94,6 @@ def to_huggingface(
     """The inverse of `from_huggingface`: name -> contiguous host array of type `dtype`.
 
     Args:
-        params: the parameters.
-        cfg: the decoder.
         dtype: type of all tensors.
         architecture: None: the one that has such models.
         tied: return a tied head under its own name, too (the same array).
@@ -130,7 +127,6 @@ def check_tensors(
 
     Args:
         found: name -> shape.
-        expected: the model's tensors.
         architecture: the architecture, whose copies and ignored names are allowed.
         where: the subject of the message.
 

@@ -102,8 +102,6 @@ def patterns(counts: Mapping[str, int], rank: int, alpha: float, *, stabilised: 
 
     Args:
         counts: ranks of all others that each has.
-        rank: the rank of all others.
-        alpha: the alpha of all others.
         stabilised: True for rsLoRA, whose scale has the root of the rank.
     """
     alphas = {name: alpha * (math.sqrt(count) if stabilised else count) for name, count in counts.items()}

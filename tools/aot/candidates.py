@@ -49,8 +49,6 @@ def candidates(cfg: ConfigBase[Any], topology: Topology, available: int) -> list
     Pipeline, expert and sequence axes stay as the experiment has them; data, fsdp and tensor are tried.
 
     Args:
-        cfg: config of an experiment.
-        topology: topology of the devices.
         available: bytes of one device.
     """
     job = _job(tuning_of(cfg))

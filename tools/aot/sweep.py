@@ -35,11 +35,8 @@ def run_sweep(
     """Compile the most promising candidates, and rank them; print each result on standard error as it comes.
 
     Args:
-        cfg: config of the experiment.
-        topology: topology to compile for.
         limit: compilations at most; those that the cache knows do not count.
         cache: JSON lines, one for each candidate tried; a later sweep continues from there.
-        options: options of the compiler.
 
     Returns:
         JSON-able: `tried`, the best first, `best` (None if none fits), what memory there is, and the estimate's error.

@@ -81,8 +81,6 @@ class Chosen:
         """Return a recipe, or an experiment without a mesh rule for its devices, as it fits them; else the config.
 
         Args:
-            cfg: a copy of the config.
-            device: name of the trainer's devices.
             devices: the machine, or the built fleet.
         """
         rules = getattr(cfg, "mesh_rules", ())
@@ -129,8 +127,6 @@ def apply_edits(cfg: ConfigBase, sets: Edits, prefix: str = "") -> ConfigBase:
     """Apply the edits `path=value` of `--set` in order, in place, and return the config.
 
     Args:
-        cfg: the config.
-        sets: the edits, or values by path.
         prefix: what stood before the paths on the command line.
 
     Raises:

@@ -48,7 +48,6 @@ def edit_options[F: Callable[..., Any]](function: F, *, required: bool = True) -
     """Add the arguments that every command on an experiment's config shares: EXPERIMENT, --apply, --set.
 
     Args:
-        function: function of the command.
         required: EXPERIMENT must be given.
     """
     for decorate in (

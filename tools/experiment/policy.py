@@ -22,9 +22,7 @@ def find_policy(
 
     Args:
         name: as on the command line.
-        sets: edits of its config.
         random_weights: take those that it begins with.
-        command: command that asks.
 
     Returns:
         The config, the weights (None: those that it begins with), and the name for clients.

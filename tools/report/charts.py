@@ -145,9 +145,7 @@ def curves(
 
     Args:
         run: The run, for its kills.
-        heading: The card's heading.
         caption: A description of the curves, and how good ones look.
-        series: The curves.
         y_label: Name and unit of the vertical axis.
         size: ``FULL`` or ``HALF``.
         events: Whether to mark kills and restarts.

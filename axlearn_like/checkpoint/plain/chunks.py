@@ -109,7 +109,6 @@ def create(folder: Path, layouts: Mapping[str, Layout]) -> Path:
     """Write everything of a checkpoint of step 0 but its chunks, and return the directory for the parameters.
 
     Args:
-        folder: the `checkpoints` directory to be.
         layouts: path of the parameter, its keys joined by slashes -> layout.
     """
     step, small = folder / "0", Layout((), "int32", 0, (), 1, 1)
@@ -176,9 +175,6 @@ def finish(
     """Write the manifest; now the checkpoint is complete. Everything is on disk when this returns.
 
     Args:
-        folder: the `checkpoints` directory.
-        layouts: as for `create`.
-        checksums: checksums of whole parameters.
         digests: digests of the chunks' files, which are faster to compare.
     """
     path = folder / "0" / reader.MANIFEST / "metadata"

@@ -120,7 +120,6 @@ class PlainArray(NamedTuple):
 
         Args:
             where: a slice for each axis, of those that are left out all.
-            buffer: buffer of the thread.
         """
         buffer = FileBuffer() if buffer is None else buffer
         parts = [*where, *[slice(None)] * (len(self.shape) - len(where))]
@@ -190,7 +189,6 @@ def read_plain(folder: Path, abstract: dict[str, Any], digests: Digests | None =
     None: they are not all stored as plain chunks.
 
     Args:
-        folder: folder of the parameters.
         abstract: by name; of an `EntriesStruct` come `StackEntries` if there are digests, and all goes to one device.
         digests: digests that the import noted.
     """

@@ -57,8 +57,6 @@ def chat_example(form: RowForm, where: str, *, templated: bool) -> ConfigBase:
     """Return how rows of a form become examples of supervised fine-tuning.
 
     Args:
-        form: the form.
-        where: file, for errors.
         templated: the tokenizer has a chat template, by which a question and its answer are a conversation.
 
     Raises:

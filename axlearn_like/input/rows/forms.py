@@ -91,8 +91,6 @@ class RowForm:
         """Refuse rows that a job cannot read.
 
         Args:
-            job: the job.
-            where: file or location, for errors.
             reference: RL needs an answer, too.
 
         Raises:

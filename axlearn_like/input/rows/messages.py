@@ -24,7 +24,6 @@ def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
     Args:
         value: list of messages or a single one, or the JSON text of either. Contents may be a list of parts of text
             (OpenAI); `from` and `value` stand for role and content (ShareGPT).
-        where: location, for errors.
 
     Raises:
         InputError: it is none, or holds an image.

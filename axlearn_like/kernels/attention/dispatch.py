@@ -95,11 +95,6 @@ def explain(
     Args:
         attention: a layer with `query_shape` (k, q, h), `value_dim`, `rules`, `kernel`, `context_parallel` and
             `sinks_kq`.
-        platform: "tpu", "gpu" or "cpu".
-        dtype: dtype of activations.
-        length: tokens of a row.
-        cp_size: devices that shard the length of a row.
-        shared_prefix: shared prefix of rows that hold prompts and their completions.
 
     Raises:
         UserError: no kernel supports it.
@@ -129,10 +124,7 @@ def attend(
     """Return the attention of packed rows to themselves, [b, t, k, q, h], sharded as the queries are.
 
     Args:
-        q_btkqh: queries.
-        k_btkh: keys.
         v_btkh: values; their width may be another.
-        attention: rules, kernel and sinks.
         segment_ids: int32 [b, t]; tokens see those of their own segment only, by their order in the row.
         layout: order of a row's tokens over the devices of the mesh's sequence axis.
 
@@ -172,9 +164,6 @@ def attend_shared_prefix(
 
     Args:
         q_btkqh: queries, t being `shared_prefix.length`, and on a mesh that shards rows padding behind it.
-        k_btkh: keys.
-        v_btkh: values.
-        attention: rules, kernel and sinks.
         shared_prefix: sizes, which say what a token sees by its index.
         segment_ids: int32 [b, t]; equal ones see each other: 0 is padding.
         codes: int32 [b, t], of each row, `codes` of `SharedPrefixes` or `SharedPrefixTrees`.

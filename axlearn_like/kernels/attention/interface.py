@@ -155,12 +155,7 @@ class Kernel(Configurable):
         return None
 
     def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:
-        """Return mixed values [b, t, k, q, h] of some queries of rows whose keys are all present, in order.
-
-        Args:
-            arrays: arrays of one device.
-            signature: the one given to `supported`.
-        """
+        """Return mixed values [b, t, k, q, h] of some queries of rows whose keys are all present, in order."""
         raise NotImplementedError
 
     def blocks(self, signature: AttentionSignature) -> Any:

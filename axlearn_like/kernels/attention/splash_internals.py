@@ -27,9 +27,7 @@ def backward(
         arrays: queries [heads, t, width], keys and values [heads, s, width], segment ids.
         softmax: mixed values [heads, t, width] and logarithmic sums [heads, t] over all keys, of which `arrays` may
             have a block.
-        d_out: gradient of the mixed values.
         tables: mask tables for dq, and for dk and dv.
-        arguments: keyword arguments of the kernel.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -49,7 +47,6 @@ def computed_mask(
 
     Args:
         codes_q: code of each query, int32.
-        length: number of keys.
         visible: returns the pairs that count, for codes of queries and indices of keys.
         uniform: returns what all pairs of these queries with keys from the first to the last are; None: they differ.
     """

@@ -57,7 +57,6 @@ def exact_matmul(
         parts: parts of the depth, a power of two; their sums are added by a tree.
         dtype: dtype of the result; None: that of x.
         table: the matrix is transposed, as a tied head is.
-        interpret: simulate a TPU, which is slow.
     """
     stack = weight[None] if layer is None else weight
     number = jnp.asarray(0 if layer is None else layer, jnp.int32)[None]
@@ -131,11 +130,8 @@ def exact_grouped_matmul(
         x_ri: [rows, in / parts], sorted by group: that part of the depth. float32 (multiplied exactly) or bfloat16.
         stack_lgio: [layers, groups, in, out], of the type of x, read in place.
         sizes: int32 [groups], rows of each group; rows behind all of them have an undefined result.
-        layer: the layer's place in the stack.
         part: which part of the depth is multiplied.
-        parts: parts of the depth.
         dtype: dtype of the result; None: that of x.
-        interpret: simulate a TPU, which is slow.
     """
     depth, columns = x_ri.shape[1], stack_lgio.shape[3]
     assert depth * parts == stack_lgio.shape[2]

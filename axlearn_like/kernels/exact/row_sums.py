@@ -26,7 +26,6 @@ def exact_row_sums(x_rd: jax.Array, *, squares: bool = False, interpret: bool = 
     Args:
         x_rd: float32 or bfloat16.
         squares: squares of the entries, in float32.
-        interpret: simulate a TPU, which is slow.
     """
     rows, width = x_rd.shape
     columns = min(_COLUMNS, -(-width // LANES) * LANES)

@@ -64,9 +64,7 @@ def by_kernel(x_nd: jax.Array, factors: GLUFactors, combine: Combine, *, interpr
 
     Args:
         x_nd: activations, to whose type factors are cast.
-        factors: factors of the matrices.
         combine: makes hidden units of gate and up.
-        interpret: simulate a TPU.
     """
     found = GLUFactors(*(one.astype(x_nd.dtype) for one in factors))
     low_gate, low_up = x_nd @ found.gate_a, x_nd @ found.up_a

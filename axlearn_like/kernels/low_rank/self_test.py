@@ -30,8 +30,6 @@ def run_rank_self_test(
     """Compare the kernel with XLA for each kind of layer; returns fields of an event.
 
     Args:
-        kernel: the engine's.
-        shapes: shapes with which the engine calls it.
         ranks: ranks of keys and of values.
         kinds: rules of a kind of layer, and what it does to keys.
 

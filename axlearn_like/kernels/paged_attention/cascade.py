@@ -47,10 +47,8 @@ def cascade_attention(
     Args:
         rows: one new token of each row, none in idle ones.
         pool: from `pages.make_pool`.
-        tiles: the keys in common.
         rules: causal, without a window.
         sizes: sizes of blocks, of which `shared_keys` counts.
-        interpret: simulate a TPU, which is slow; for tests.
 
     Returns:
         The mixed values [r, 1, k, q, h], zero in idle rows, and the pool.

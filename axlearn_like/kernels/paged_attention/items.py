@@ -47,7 +47,6 @@ def attend_in_items(
     Args:
         attend: function of queries [i, k, n, h], n a multiple of 8, and of the positions, int32 [i], of an item's first
             token and behind its last one (0: none is live). As many items of each row, one row after the other.
-        q_rckqh: queries.
         starts_r: int32, position of a row's first token.
         counts_r: int32, live tokens of a row.
         queries: most queries of an item, over all heads that share a key/value head.
@@ -79,10 +78,8 @@ def run_items(
         kernel: function of references: numbers, queries of an item, pools, results of an item, buffers, the state of a
             `BlockSoftmax`, and a semaphore for each slot of the buffers.
         numbers: tables and positions, whole in scalar memory.
-        q_iknh: queries.
         pools: arrays that stay where they are, each with the shape of its buffer, two slots for a block of pages.
         out: shapes of the results [i, k, n, ...].
-        call: the call.
     """
     items, heads, queries, width = q_iknh.shape
 

@@ -36,11 +36,7 @@ _SIZES = tuple(field.name for field in dataclasses.fields(BlockSizes))
 
 
 class PagedKernel(Configurable):
-    """A kernel with its block sizes bound to it. Kernels that compute the same are equal, so programs can be shared.
-
-    Attributes:
-        sizes: sizes of its blocks.
-    """
+    """A kernel with its block sizes bound to it. Kernels that compute the same are equal, so programs can be shared."""
 
     class Config(ConfigBase["PagedKernel"]):
         row_keys: int = DEFAULT.row_keys  # keys of a block, decoding
@@ -126,12 +122,10 @@ def ragged_attention(
     Softmax in float32. Under a mesh every device works on its own heads, and on all rows.
 
     Args:
-        rows: the new tokens.
         pool: from `pages.make_pool`.
         rules: rules of attention; it is causal.
         sinks: heads have sinks, which this kernel does not support.
         sizes: sizes of blocks: those of rows where each has one token, else those of chunks.
-        interpret: simulate a TPU, which is slow; for tests.
 
     Returns:
         The mixed values [r, c, k, q, h], zero where there is no live token, and the pool.

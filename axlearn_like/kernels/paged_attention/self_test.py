@@ -74,9 +74,6 @@ def run_self_test(
     """Compare a kernel with XLA under the mesh in force, for each of the rules; returns fields of an event.
 
     Args:
-        kernel: the engine's.
-        shapes: shapes with which the engine calls it.
-        rules: rules of the layers.
         measure: what compares one batch; None: `compare`.
 
     Raises:

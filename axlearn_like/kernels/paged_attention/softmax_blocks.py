@@ -113,7 +113,6 @@ def for_each_block(
     Args:
         pages_w: the page at an index of the item's table.
         keys: positions of the first one and behind the last one; the first page is attended to from its beginning.
-        page_size: tokens of a page.
         block: pages of a block.
         copies: the copies of a page into a slot (0 or 1) of the buffers, at a place of the block.
         attend: called with the slot of a block that has arrived, and the position of its first key.

@@ -115,7 +115,6 @@ def d_products(
         logits: scaled; NEVER for words that do not exist.
         is_target: bool [n, w].
         columns: [n, 1] each: the statistics, then their cotangents.
-        rules: rules of the head.
         reference: log-probabilities of the reference, [n, w].
     """
     _, logsumexp, entropy, kl, d_logprob, d_logsumexp, d_entropy, d_kl = columns

@@ -52,7 +52,6 @@ def attend_blocks(
     """Return attention of each row's queries over blocks of keys, up to the query's own position; [r, c, k, q, h].
 
     Args:
-        q_rckqh: queries.
         keys: by block (see `key_blocks`), [r, k, h, s], or split further: [r, k, s / b, h, b].
         values: by block, [r, k, s, h].
         positions: int32 [r, c], of the queries.

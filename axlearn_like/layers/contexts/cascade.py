@@ -80,7 +80,6 @@ def fill_tiles(
 
     Args:
         tiles: tiles of each layer; their contents do not matter.
-        pool: pool of all layers.
         tables: page tables of the layers, int32 [r, pages of a row].
         lengths: int32 [r], tokens in the pool.
         needed: int32 [t], cells that a tile reads.

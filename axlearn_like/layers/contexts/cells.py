@@ -78,7 +78,6 @@ def fill(
 
     Args:
         windows: windows of each layer; their contents do not matter.
-        pool: pool of all layers.
         tables: page tables of the layers, int32 [r, pages of a row].
         lengths: int32 [r], tokens in the pool; values behind are zero (see `read_window`).
         needed: int32 [groups], see `cells_needed`.

@@ -132,11 +132,7 @@ def _attend_spans(spans: Spans, page_size: int, read: ReadPages, at_once: int, r
     """Return the results of each owner's splits, [t, splits, ...]; those that it does not have weigh nothing.
 
     Args:
-        spans: owners and their keys.
-        page_size: tokens of a page.
-        read: function that reads pages.
         at_once: splits that are read at a time.
-        rules: masks and score transformations.
     """
     owners, counts = len(spans.table), spans.counts
     stops = jnp.cumsum(counts)

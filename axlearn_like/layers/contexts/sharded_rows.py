@@ -56,7 +56,6 @@ def row_order(length: int, chunks: int = 1) -> RowOrder | None:
     """Return the order of rows on the mesh in force; None: they are complete on each device.
 
     Args:
-        length: tokens of a row.
         chunks: parts of a device's tokens that are computed one after another.
     """
     cp_size = axis_sizes("length").get("sequence", 1)

@@ -58,7 +58,6 @@ def combine(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
 
     Args:
         y: [tokens * top_k, dim], sorted.
-        order: that of the rows.
         weights: [tokens, top_k] float32.
 
     Returns:

@@ -43,12 +43,10 @@ def sum_of_experts(
     """Return the weighted sum of each token's experts [b, t, d], without a gradient.
 
     Args:
-        x_btd: activations.
         experts_btk: int32; as many as there are experts: none, for padding.
         weights_btk: float32.
         matrices: gate and up [e, d, f] and down [e, f, d], or entries of stacks of them; in the type of x.
         hidden: hidden units of the products with gate and up.
-        interpret: simulate a TPU, which is slow.
 
     Raises:
         UserError: the mesh shards experts, or shares their units among more devices than their sums have parts.

@@ -56,7 +56,6 @@ class MoE(Layer):
         """Return [b, t, d] for [b, t, d].
 
         Args:
-            x_btd: activations.
             routing: int32 [b, t, top_k], experts to use instead of the router's choice, each with the weight that the
                 router gives it now; -1: the router chooses; -2: padding, which has no expert. None: it chooses all.
         """

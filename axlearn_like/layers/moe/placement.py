@@ -65,7 +65,6 @@ def make_plan(loads: Array, devices: int, slots: int) -> ExpertPlan:
 
     Args:
         loads: rows of each expert, or any multiple of them.
-        devices: number of devices.
         slots: slots of each.
 
     Raises:

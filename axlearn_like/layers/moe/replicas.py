@@ -59,7 +59,6 @@ def rows_by_slot(sizes: jax.Array, placement: Placement) -> tuple[jax.Array, jax
 
     Args:
         sizes: int32 [devices, experts], the rows of each device for each expert; a device's rows are sorted by expert.
-        placement: the table.
     """
     order = jnp.argsort(placement.experts, stable=True)
     experts, ends = placement.experts[order], placement.ends[order]

@@ -58,7 +58,6 @@ def adapter_of(model: ConfigBase[Any], params: Params) -> Adapter:
     """Return the adapter of a model with LoRA layers.
 
     Args:
-        model: config of the decoder.
         params: parameters of the decoder; only the factors are read, and nothing else has to be there.
 
     Raises:
@@ -141,7 +140,6 @@ def adapted(params: Params, bank: Params, slots: jax.Array, *, stacked: bool) ->
     """Return parameters of the model in which every row of a batch has the adapter of its slot.
 
     Args:
-        params: parameters of the plain model.
         bank: factors in the places of their matrices, as many as there are slots.
         slots: int32 [rows].
         stacked: layers are the first axis of all arrays; slots are then the second one of the bank's.

@@ -21,7 +21,6 @@ def held_of(base: Base, wanted: Params, frozen: Collection[str]) -> Params:
     """Return the frozen parameters of a policy out of a base: the same arrays, nested as the policy has them.
 
     Args:
-        base: the base.
         wanted: all parameters of the policy, described.
         frozen: paths of those that no update changes.
 

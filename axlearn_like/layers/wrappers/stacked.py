@@ -26,7 +26,6 @@ def keep_in_stack(layers: Any, dtype: Any) -> tuple[Any, Callable[[Any, jax.Arra
     Args:
         layers: layers of which kernels may read matrices of this type, and experts' of int8 (`has_columns`); others
             have to be cast, and are scanned over.
-        dtype: dtype of activations.
     """
     graphdef, params = split(layers)
     of_experts = list(grouped(layers))

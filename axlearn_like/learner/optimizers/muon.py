@@ -98,9 +98,7 @@ def orthogonalize(
         x: [..., rows, columns], best with rows <= columns. The products have its type.
         over: inside `jax.shard_map`, the mesh axes that shard the columns: `x` is one device's part. The rows of A^2
             are then divided among the devices too, if possible.
-        steps: iterations.
         coefficients: a, b, c.
-        eps: added to the norm.
 
     Returns:
         Like `x`: approximately U V^T of its singular value decomposition (see `JORDAN`), for every matrix of the stack.

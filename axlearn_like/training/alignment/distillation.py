@@ -85,7 +85,6 @@ def top_tokens(logits: jax.Array, *, count: int, words: int, temperature: float 
         logits: [batch, length, vocab].
         count: at most `words`; more are padded by tokens of no probability.
         words: words of the student's vocabulary: the teacher's own has as many or more, and the rest of it is left out.
-        temperature: temperature of the distribution.
     """
     spec = full_spec(logits)
     if spec is not None:  # complete words, as they are to be sorted

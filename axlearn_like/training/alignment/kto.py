@@ -50,7 +50,6 @@ class KTO(PackedLoss):
         """Return loss and metrics of a decoder, additive over slices.
 
         Args:
-            model: a decoder that makes logits.
             batch: batch of `UnpairedInput`, with `reference` [batch, length] and `mismatched` [] of `score`.
         """
         scored = target_logprobs(model, batch, self.cfg.chunks)
@@ -73,7 +72,6 @@ class KTO(PackedLoss):
         """Return the weighted loss, and metrics, from log-probabilities of the targets [batch, length].
 
         Args:
-            logprobs: logprobs of the policy.
             reference: log-probabilities of the reference policy.
             sides: 1 on good completions, -1 on bad ones.
             weights: at the end of each example.

@@ -62,7 +62,6 @@ class PreferenceLoss(PackedLoss, abc.ABC):
         """Return loss and metrics of a decoder, additive over slices.
 
         Args:
-            model: a decoder that makes logits.
             batch: batch of `PreferenceInput`, with the `reference`'s log-probabilities of the targets if the loss needs
                 them.
         """

@@ -77,8 +77,6 @@ def scored_batch(
 
     Args:
         loss: its `score(policy, reference, batch)` returns the arrays of its config's `scores`.
-        graphdefs: graph definitions of `policy` and `reference`.
-        policies: their parameters.
         batch: on the mesh.
         microbatches: parts of the batch.
     """

@@ -41,7 +41,6 @@ def target_logprobs(model: Any, batch: Batch, chunks: int = 1, prefix: str = "")
     """Return the log-probability of every target of a packed batch; logits of one chunk exist at a time.
 
     Args:
-        model: a decoder.
         batch: `tokens`, `targets` (both names after `prefix`), `positions` and `segment_ids`, int32 [batch, length].
         chunks: parts of the length, which they divide.
         prefix: prefix of the names of other sequences that are laid out like those of the batch.

@@ -114,7 +114,6 @@ def export_checkpoint(
 
     Args:
         params: the checkpoint's parameters.
-        decoder: decoder whose parameters they are.
         target: a directory that does not exist, is empty, or is of the same export, with which it is compared.
         original: the model that they come from, whose files are copied; None: there is none.
         dtype: the dtype of all tensors; None: that of the original, else that of the checkpoint. Parameters that

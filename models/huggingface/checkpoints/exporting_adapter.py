@@ -14,8 +14,6 @@ def export_adapter(params: Entries, cfg: Decoder.Config, target: Path, base: str
     """Write the adapter of a checkpoint to `target`, which appears complete or not at all.
 
     Args:
-        params: the checkpoint of a model with LoRA layers.
-        cfg: the model.
         target: a directory that does not exist yet, is empty, or is of the same export.
         base: name or path of the base model, recorded in the config.
 

@@ -24,8 +24,6 @@ class MergedParams:
         """Read the factors, which are small.
 
         Args:
-            saved: the checkpoint.
-            model: the decoder with its LoRA layers.
             scale: factor of all updates; 0 gives the base.
 
         Raises:

@@ -104,7 +104,6 @@ def with_attention(cfg: Decoder.Config, json: ConfigJson, windows: Sequence[int 
 
     Args:
         cfg: a decoder of alike blocks.
-        json: the file.
         windows: that of each layer, or one for all of them.
     """
     block, attention, _ = parts(cfg)

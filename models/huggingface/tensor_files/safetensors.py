@@ -209,7 +209,6 @@ class SafetensorsWriter:
         """Begin with the header.
 
         Args:
-            path: path of a new file.
             tensors: name -> dtype as the format names it, and shape; in the order of the file.
             file: where the bytes go instead.
         """

@@ -16,7 +16,6 @@ def of_checkout(module: str, asked: str) -> Any:
     """Return a module of `tests.benches`.
 
     Args:
-        module: its name.
         asked: what needs it, as typed.
 
     Raises:

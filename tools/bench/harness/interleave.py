@@ -66,7 +66,6 @@ def measure(
 
     Args:
         commands: the systems by name, in the order of their turns.
-        steps: measured rounds.
         say: called with one line about progress.
         fields: figures that every step must report.
     """

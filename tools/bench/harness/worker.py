@@ -29,7 +29,6 @@ class StepWorker(Closing):
         name: used in error messages.
         command: the program, its arguments and its whole environment.
         log: file for its standard error and everything that libraries print.
-        cwd: its working directory.
     """
 
     def __init__(self, name: str, command: Command, log: Path, cwd: Path):

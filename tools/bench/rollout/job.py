@@ -54,8 +54,6 @@ def serve(job: GrpoJob, server: StepServer, generate: Callable[[int], Completion
     """Generate once per request until the runner ends the worker.
 
     Args:
-        job: the job to generate.
-        server: the worker's end of the step protocol.
         generate: makes all completions of step `index`, done when it returns.
     """
 

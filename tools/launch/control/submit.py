@@ -25,12 +25,7 @@ def submit(
     """Submit a run, or resume one that has ended or was lost.
 
     Args:
-        api: the cluster.
-        cfg: config of the submission.
-        plan: plan of the run.
         files: texts of the submission by name.
-        bundle: the code.
-        say: prints a line for the user.
 
     Raises:
         UserError: the cluster refuses something, or the run is active. Nothing of this submission is left.

@@ -50,8 +50,6 @@ class Pod:
         """Start it.
 
         Args:
-            container: what runs.
-            place: where.
             grace: seconds between SIGTERM and SIGKILL.
             resolve: replaces names of Pods in a text by their addresses.
             secret: returns a value by the name of its Secret and of the key there.

@@ -87,8 +87,6 @@ def corrected(environment: Mapping[str, str], slices: int, part: int, first: str
     """Return the variables with those of slices as the process was started; what is not there is not added.
 
     Args:
-        environment: the variables.
-        slices: slices of the program.
         part: number of this slice.
         first: host of the first process; None: not known.
     """

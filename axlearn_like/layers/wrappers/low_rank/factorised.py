@@ -101,7 +101,6 @@ class FactorisedWeights(Wrapper):
         """Return the inner layer's parameters of one layer as they are held.
 
         Args:
-            params: parameters of the inner layer.
             inputs: activations [tokens, in] of each matrix, by its name; None: by plain singular vectors.
         """
 
@@ -212,7 +211,6 @@ def factorised_params(plain: Any, held: Any, params: Params, rows: CalibrationRo
     Args:
         plain: the decoder, with stacks of layers; it may be abstract.
         held: that of `factorised_config`, in the same way.
-        params: parameters of the plain decoder.
         rows: text for whitening; None: by plain singular vectors.
     """
     model, made, x = bind(split(plain)[0], params), dict(params), None
