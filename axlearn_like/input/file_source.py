@@ -15,8 +15,7 @@ import xxhash
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, text_lines
 from axlearn_like.input.encoding import Document, Encoding
 from axlearn_like.input.source import InputError
-from axlearn_like.input.token_cache.cache import Examples, TokenCache
-from axlearn_like.input.token_cache.file import TokenFile
+from axlearn_like.input.token_cache import Examples, TokenCache, TokenFile
 from axlearn_like.run.object_store import fetched_pattern
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import did_you_mean, nearest

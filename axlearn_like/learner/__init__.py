@@ -1,6 +1,6 @@
 """The learner: optimizers, schedules, groups, clipping, EMA, and storage of the state."""
 
-from axlearn_like.learner.clipping import ClipByBlockRMS, ClipByValue
+from axlearn_like.learner.clipping import ClipByBlockRMS, ClipByValue, SkipSpikes
 from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.groups import ParameterGroup
@@ -19,7 +19,6 @@ from axlearn_like.learner.schedules import (
     WarmupLinear,
     WarmupStableDecay,
 )
-from axlearn_like.learner.spikes import SkipSpikes
 from axlearn_like.learner.state_storage import BFloat16State, HostOffload
 
 __all__ = [

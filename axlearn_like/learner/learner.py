@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from axlearn_like.config import ConfigBase, Configurable, path_of
 from axlearn_like.kernels.deterministic import no_fuse
+from axlearn_like.learner.clipping import SkipSpikes
 from axlearn_like.learner.ema import EMA
 from axlearn_like.learner.errors import LearnerError
 from axlearn_like.learner.expert_bias import BIAS, with_balancing, without_loads
@@ -17,7 +18,6 @@ from axlearn_like.learner.grad_norms import grad_norms
 from axlearn_like.learner.groups import Groups, ParameterGroup
 from axlearn_like.learner.optimizers.elementwise import AdamW
 from axlearn_like.learner.schedules import Constant, Schedule
-from axlearn_like.learner.spikes import SkipSpikes
 from mesh.devices import platform
 
 

@@ -17,8 +17,8 @@ from models.huggingface.architecture import Architecture
 from models.huggingface.config_json import ConfigJson, ConfigJsonError
 from models.huggingface.families import deepseek, dense, gemma, gpt2, gpt_oss, mixtures
 from models.huggingface.families.heads import classifiers
-from models.huggingface.packing import read_packing
 from models.huggingface.rows import ConversionError
+from models.huggingface.tensor_files.packed import read_packing
 
 # Fields, and configs, that change neither a model's parameters nor the function that it computes.
 _NO_EFFECT = frozenset(

@@ -20,8 +20,8 @@ import click
 
 from mesh.errors import UserError, did_you_mean
 from mesh.topology import compiler_version, parse_topology, prepare_compiler
-from tools.aot.programs import described
 from tools.aot.report import Report
+from tools.aot.run import described
 
 DIRECTORY = Path(__file__).parents[1] / "experiments" / "compiled"
 COMMAND = "python -m tests.golden.compiles"

@@ -87,8 +87,7 @@ def device_name_of(topology: Topology) -> str:
 
 def compiled_figures(case: Case) -> Figures:
     """Return what the compiler says; JSON-able."""
-    from tools.aot.programs import tuning_of
-    from tools.aot.run import compile_experiment, load_for
+    from tools.aot.run import compile_experiment, load_for, tuning_of
 
     cfg = load_for(case.experiment, (), case.topology)
     report, tuning = compile_experiment(cfg, "train", case.topology).report, tuning_of(cfg)

@@ -14,7 +14,7 @@ from experiments import registry
 from mesh import UserError, make_mesh
 from mesh.cost.program import Program, Programs
 from rl.training.packing import Packing
-from tools.aot.programs import find_program, tuning_of
+from tools.aot.run import find_program, tuning_of
 from tools.experiment import check_command
 
 KINDS = {"Trainer", "RLExperiment", "PolicyTrainer", "LossEvaluator"}

@@ -10,8 +10,8 @@ from axlearn_like.layers.block_pattern import first_block
 from axlearn_like.operations.flops import active_weights, model_flops, rows_workload
 from axlearn_like.training.program import Tuning
 from mesh.topology import Topology
-from tools.aot.memory import remat_presets
-from tools.aot.programs import tuning_of
+from tools.aot.run import tuning_of
+from tools.aot.table import remat_presets
 
 _KEPT = ("pipeline", "expert", "sequence")  # axes that stay as the experiment has them
 _MOST_MICROBATCHES = 8

@@ -12,7 +12,7 @@ from experiments.recipes.fit import Fit
 from experiments.recipes.recipes import Recipe
 from mesh.topology import parse_topology, topology_devices
 from rl.fleet.memory import program_memory
-from tools.aot.programs import find_program
+from tools.aot.run import find_program
 
 # O1 takes a fifth of the time, and plans up to 5 % less memory (docs/reference/recipes.md): where it leaves less room
 # than `_MARGIN` of what it needs, the program is compiled as it will run.

@@ -17,9 +17,9 @@ from mesh.cost.roofline import EXPECTED
 from mesh.errors import UserError
 from mesh.topology import Topology, compiler_version, topology_devices
 from tools.aot.candidates import Candidate, candidates
-from tools.aot.memory import at_least
-from tools.aot.programs import described, find_program, tuning_of
 from tools.aot.report import Report, describe_topology, report_dict
+from tools.aot.run import described, find_program, tuning_of
+from tools.aot.table import at_least
 
 Row = dict[str, Any]
 

@@ -1,5 +1,6 @@
 """The report of `axl aot` on the console."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from axlearn_like.config import ConfigBase
+from axlearn_like.remat import PRESETS
 from mesh.cost.roofline import EXPECTED
-from tools.aot.memory import argument_bytes, remat_presets
-from tools.aot.programs import described, tuning_of
+from mesh.cost.traced_buffers import kept_for_backward
 from tools.aot.report import Report
-from tools.aot.run import Outcome
+from tools.aot.run import Outcome, described, tuning_of
 
 _GIB = 1 << 30
 
@@ -105,3 +106,22 @@ def advice(cfg: ConfigBase[Any], outcome: Outcome) -> list[str]:
     first = 0 if state > shortage.available else 5
     found.append((first, "more devices: a larger --topology, with a larger fsdp axis"))
     return [text for _, text in sorted(found, key=lambda one: one[0])]
+
+
+def remat_presets() -> list[str]:
+    """Return the names that `Decoder.Config.remat` takes, from the most memory to the least."""
+    return list(PRESETS)
+
+
+def argument_bytes(jaxpr: Any) -> int:
+    """Return the bytes that a traced program reads, per device: parameters, optimizer state and batch."""
+    avals = jaxpr.in_avals
+    return sum(math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize for aval in avals)
+
+
+def at_least(jaxpr: Any) -> int:
+    """Return the bytes of one device that a train step needs at least.
+
+    These are its arguments and what it keeps for the backward pass; gradients, logits and temporaries come on top.
+    """
+    return argument_bytes(jaxpr) + kept_for_backward(jaxpr)

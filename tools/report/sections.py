@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tools.report import goodput, svg
+from tools.report import svg
 from tools.report.cards import Sheet, bars
 from tools.report.charts import FULL, Curve, curves, episode_multiples, small_multiples, term_multiples
 from tools.report.load import Points, Run, mapping, number
+from tools.report.table import goodput_card
 from tools.report.words import duration, label
 
 _TRANSFER_KINDS = ("median", "max")
@@ -160,7 +161,7 @@ def speed(run: Run) -> str:
         y_label="tokens/s",
     )
     cards = _grid(tokens, *(card.draw(run) for card in _SPEED))
-    return cards + weight_transfers(run) + _phases(run) + goodput.section(run)
+    return cards + weight_transfers(run) + _phases(run) + goodput_card(run)
 
 
 def health(run: Run) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from tools.report import goodput
-from tools.report.cards import Sheet
+from axlearn_like.operations.goodput import CAUSES, Account, account, account_lines
+from tools.report.cards import Sheet, bars
 from tools.report.load import Row, Run, left_out, mapping, number
 from tools.report.words import (
     MISSING,
@@ -41,7 +41,7 @@ def tables(run: Run) -> list[RenderableType]:
         "Scores": lambda: score_sheet(run).terminal() if score_keys(run) else Text(_progress(run)),
         "Figures of the run": lambda: Sheet("", ("run", "value"), list(_figures(run)), numeric=(1,)).terminal(),
         "Kills": lambda: kill_sheet(run).terminal() if run.kills else None,
-        "Goodput": lambda: Text(told) if (told := goodput.told(run)) else None,
+        "Goodput": lambda: Text(told) if (told := goodput_text(run)) else None,
     }
     if run.policies:
         made = {"Policies": lambda: policy_sheet(run).terminal(), "Kills": made["Kills"]}
@@ -133,3 +133,33 @@ def _figures(run: Run) -> Iterator[tuple[str, str]]:
         yield f"Alarm: {name}", value
     for key, value in {"total": run.report.get("seconds"), **mapping(run.report.get("phase_seconds"))}.items():
         yield label(key), duration(value)
+
+
+def _account(run: Run) -> Account:
+    return account(row for row in run.events if _sound(row))
+
+
+def _sound(row: Row) -> bool:
+    """Return whether a row is irrelevant to the time account, or has all fields of its kind."""
+    wanted = {"train_begin": ("began", "step"), "goodput": ("since", "step")}.get(str(row.get("event")), ())
+    causes = mapping(row.get("causes")).values()
+    return all(number(value) is not None for value in (*(row.get(name) for name in wanted), *causes)) and (
+        row.get("event") != "goodput" or bool(causes)
+    )
+
+
+def goodput_text(run: Run) -> str:
+    """Return the terminal's table; empty if the run has no time account."""
+    return "\n".join(account_lines(_account(run)))
+
+
+def goodput_card(run: Run) -> str:
+    """Return a card with a bar for each cause; empty if the run has no time account."""
+    found = _account(run)
+    if not found.total:
+        return ""
+    shares = found.shares()
+    sizes = {CAUSES[cause]: (one, f"{duration(found.seconds[cause])}, {one:.1%}") for cause, one in shares.items()}
+    plural = "es" if found.sessions != 1 else ""
+    note = f"{duration(found.total)} in {found.sessions} process{plural}"
+    return bars(f"Goodput {shares.get('step', 0.0):.1%}", note, sizes)

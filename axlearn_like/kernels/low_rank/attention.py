@@ -27,10 +27,17 @@ from jax.experimental.pallas import tpu as pltpu
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, in_halves
 from axlearn_like.kernels.low_rank.keys import ItemQueries, KeyMatrices, block_angles, finish_keys, make_heads
-from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.pages import write_pages
-from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, RankRows, check_rules, check_table
+from axlearn_like.kernels.paged_attention.rows import (
+    DEFAULT,
+    LANES,
+    BlockSizes,
+    PagedRows,
+    RankRows,
+    check_rules,
+    check_table,
+)
 from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, page_copies, scores
 from mesh.cost.expected import costs

@@ -19,10 +19,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.items import ItemCall, ItemPlan, run_items
 from axlearn_like.kernels.paged_attention.pages import write_pages
-from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, SharedTiles, check_table, on_own_heads, widen
+from axlearn_like.kernels.paged_attention.rows import (
+    DEFAULT,
+    LANES,
+    BlockSizes,
+    PagedRows,
+    SharedTiles,
+    check_table,
+    on_own_heads,
+    widen,
+)
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,
     for_each_block,

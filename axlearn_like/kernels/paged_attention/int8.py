@@ -24,10 +24,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.int8_heads import round_heads
-from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.items import ItemCall, ItemPlan, attend_in_items, run_items
 from axlearn_like.kernels.paged_attention.pages import make_pool, touched_pages, write_pages
-from axlearn_like.kernels.paged_attention.rows import PLAIN, PagedRows, check_rules, check_table, on_own_heads
+from axlearn_like.kernels.paged_attention.rows import (
+    DEFAULT,
+    PLAIN,
+    BlockSizes,
+    PagedRows,
+    check_rules,
+    check_table,
+    on_own_heads,
+)
 from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,

@@ -17,10 +17,11 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
-from axlearn_like.kernels.paged_attention.block_sizes import DEFAULT, BlockSizes
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import (
+    DEFAULT,
     PLAIN,
+    BlockSizes,
     PagedRows,
     RankRows,
     SharedTiles,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.config import REQUIRED
-from axlearn_like.training.alignment.sequences import ScoredArray, packed_hidden
+from axlearn_like.training.alignment.scoring import ScoredArray, packed_hidden
 from axlearn_like.training.alignment.teacher import Teacher
 from axlearn_like.training.heads.chunked_head import map_chunks, merge_length, per_device_head
 from axlearn_like.training.losses import Batch, Metrics, PackedLoss, head_sums, supervised_loss, with_aux

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.training.alignment.reference import FrozenCopy, Reference
-from axlearn_like.training.alignment.sequences import ScoredArray, running_sums, target_logprobs
+from axlearn_like.training.alignment.scoring import ScoredArray, running_sums, target_logprobs
 from axlearn_like.training.losses import Batch, Metrics, PackedLoss, with_aux
 from mesh.sharding import shard_like
 

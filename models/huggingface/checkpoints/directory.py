@@ -17,7 +17,6 @@ from models.huggingface.architecture import Architecture
 from models.huggingface.architectures import read_decoder
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, by_name, check_tensors, expected_tensors
-from models.huggingface.packing import PACKING, read_packing, unread_packing
 from models.huggingface.rows import ConversionError, Tensor, count_tensors
 from models.huggingface.tensor_files.found import (
     INDEX,
@@ -28,7 +27,14 @@ from models.huggingface.tensor_files.found import (
     read_headers,
     refused,
 )
-from models.huggingface.tensor_files.packed import Mxfp4Matrices, TensorSource, unpacked
+from models.huggingface.tensor_files.packed import (
+    PACKING,
+    Mxfp4Matrices,
+    TensorSource,
+    read_packing,
+    unpacked,
+    unread_packing,
+)
 from models.huggingface.tensor_files.safetensors import Stored
 
 ORIGINAL = "huggingface"  # files of an imported model besides its weights

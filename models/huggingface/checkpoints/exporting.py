@@ -21,9 +21,9 @@ from models.huggingface.checkpoints.plan import manifest_name
 from models.huggingface.checkpoints.work_directory import check_free, export_directory
 from models.huggingface.config_json import FILE, ConfigJson
 from models.huggingface.convert import abstract_params, expected_tensors, unrounded_parameters
-from models.huggingface.packing import PACKING
 from models.huggingface.rows import ConversionError, Tensor
 from models.huggingface.tensor_files.found import INDEX, SINGLE, check_own_files
+from models.huggingface.tensor_files.packed import PACKING
 from models.huggingface.tensor_files.safetensors import DTYPES, shards
 
 GENERATION = "generation_config.json"

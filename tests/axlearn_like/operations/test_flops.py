@@ -25,7 +25,7 @@ from mesh.cost.arithmetic import products
 from models.dense import dense
 from models.llama import llama
 from models.qwen import qwen
-from tools.aot.programs import tuning_of
+from tools.aot.run import tuning_of
 
 
 def small(*, tied: bool):

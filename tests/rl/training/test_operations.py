@@ -118,9 +118,9 @@ def test_goodput_accounts_for_the_whole_session(whole: Path):
 
 def test_goodput_is_in_the_report(whole: Path):
     from tools.report import load_run
-    from tools.report.goodput import told
+    from tools.report.table import goodput_text
 
-    assert told(load_run(whole / "run")).startswith("goodput ")
+    assert goodput_text(load_run(whole / "run")).startswith("goodput ")
 
 
 @pytest.mark.numerics

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from axlearn_like.input.token_cache.file import DamagedCache, TokenFile, TokenWriter
+from axlearn_like.input.token_cache import DamagedCache, TokenFile, TokenWriter
 from tests.axlearn_like.checkpoint.plain.test_chunks import ORDERS, PARAMS, write
 from tests.axlearn_like.checkpoint.test_checkpointer import make_state
 from tests.axlearn_like.checkpoint.test_tiers import tiers

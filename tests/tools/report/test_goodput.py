@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from axlearn_like.run.events import EventLog
-from tools.report import goodput, load_run
+from tools.report import load_run, table
 from tools.report.html import render
 from tools.report.table import tables
 
@@ -31,7 +31,7 @@ def test_rows_that_say_nothing_are_passed_over(tmp_path: Path) -> None:
     events.append("trainer", "train_begin", step="x", began=None)
     events.append("trainer", "goodput", since=4, step=5, seconds=1.0, causes="?")
     events.append("trainer", "goodput", since=4, step=5, seconds=1.0, causes={"step": None})
-    assert goodput.told(load_run(path)).startswith("goodput 75.0% of 8.0 s")
+    assert table.goodput_text(load_run(path)).startswith("goodput 75.0% of 8.0 s")
 
 
 def test_a_run_without_an_account_shows_none(tmp_path: Path) -> None:
@@ -39,4 +39,4 @@ def test_a_run_without_an_account_shows_none(tmp_path: Path) -> None:
     path.mkdir()
     EventLog(path / "events.jsonl").append("trainer", "start", pid=1)
     run = load_run(path)
-    assert goodput.told(run) == goodput.section(run) == ""
+    assert table.goodput_text(run) == table.goodput_card(run) == ""

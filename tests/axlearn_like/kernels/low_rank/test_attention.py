@@ -10,8 +10,7 @@ import pytest
 
 from axlearn_like.kernels.low_rank.attention import rank_space_attention
 from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, chunks_of, make_rank_pool
-from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
-from axlearn_like.kernels.paged_attention.rows import LANES, PagedRows, RankRows
+from axlearn_like.kernels.paged_attention.rows import LANES, BlockSizes, PagedRows, RankRows
 from tests.axlearn_like.kernels.paged_attention.cases import PAGE, TABLE, Case, ScoreRules
 
 SIZES = BlockSizes(row_keys=2 * PAGE, chunk_keys=2 * PAGE)

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.interface import MASKED, ScoreRules
-from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention, merge
 from axlearn_like.kernels.paged_attention.pages import make_pool
-from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
+from axlearn_like.kernels.paged_attention.rows import BlockSizes, PagedRows, SharedTiles
 from tests.axlearn_like.kernels.paged_attention.cases import PAGE, Case, compiled_bytes
 from tests.elsewhere import elsewhere
 from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler

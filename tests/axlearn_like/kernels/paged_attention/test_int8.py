@@ -9,8 +9,8 @@ import pytest
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.int8_heads import restore, round_heads
-from axlearn_like.kernels.paged_attention.block_sizes import BlockSizes
 from axlearn_like.kernels.paged_attention.int8 import int8_attention, make_int8_kernel_pool
+from axlearn_like.kernels.paged_attention.rows import BlockSizes
 from mesh import UserError
 from tests.axlearn_like.kernels.paged_attention.cases import PAGE, Case, compiled_bytes, put_lines
 from tests.elsewhere import elsewhere

@@ -21,11 +21,11 @@ from axlearn_like.layers.wrappers.base import plain_config, plain_params
 from axlearn_like.layers.wrappers.quantised import (
     QuantisedProducts,
     QuantisedWeights,
+    StoredVocabulary,
     StoredWeights,
     stored_config,
     stored_params,
 )
-from axlearn_like.layers.wrappers.stored_vocabulary import StoredVocabulary
 from mesh.errors import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
 

@@ -1,1 +1,0 @@
-"""Files of tokens, and the cache of what an encoding made of text."""
