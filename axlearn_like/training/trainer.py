@@ -20,7 +20,7 @@ from axlearn_like.operations.flops import step_flops
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.signals import graceful_stop
-from axlearn_like.tokenizers.protocol import check_tokenizers
+from axlearn_like.tokenizers.embedding import check_tokenizers
 from axlearn_like.training.alignment.distillation import DistillationLoss
 from axlearn_like.training.alignment.kto import KTO
 from axlearn_like.training.alignment.preferences import PreferenceLoss, ReferenceLoss

@@ -11,8 +11,9 @@ from axlearn_like.input.rows.forms import RowForm
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.operations.flops import count_parameters
 from axlearn_like.run.object_store import fetched
+from axlearn_like.tokenizers.embedding import check_tokenizer
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
-from axlearn_like.tokenizers.protocol import Tokenizer, check_tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from experiments.recipes.sizes import Method, with_adapters
 from experiments.start.served import is_model, positions, served_model
 from mesh.errors import UserError, did_you_mean

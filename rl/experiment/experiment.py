@@ -18,7 +18,8 @@ from axlearn_like.run.clock import REAL, RunClock
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
-from axlearn_like.tokenizers.protocol import Tokenizer, check_tokenizer, completion_text
+from axlearn_like.tokenizers.embedding import check_tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from axlearn_like.training.program import Tuning, check_length
 from axlearn_like.training.trainer import resolve_model
 from mesh.cost.program import Programs

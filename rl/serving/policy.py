@@ -16,7 +16,8 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable, config_name,
 from axlearn_like.layers.base import Params, first_params, split
 from axlearn_like.layers.heads import EmbeddingHead, ScoreHead
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.tokenizers.protocol import Tokenizer, check_tokenizer, completion_text
+from axlearn_like.tokenizers.embedding import check_tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from axlearn_like.training.program import check_length, most_positions
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh, to_named_sharding

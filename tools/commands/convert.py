@@ -58,7 +58,7 @@ def _import(
     copied without holding them. TARGET can be served, exported, and named
     wherever a run starts from another; with --adapter it is exported by --merge or --adapter.
     """
-    from axlearn_like.tokenizers.protocol import tokenizer_fault
+    from axlearn_like.tokenizers.embedding import tokenizer_fault
     from models.huggingface.checkpoints.directory import HuggingFaceDirectory
     from models.huggingface.checkpoints.importing import import_checkpoint
     from models.huggingface.checkpoints.importing_adapter import with_adapter

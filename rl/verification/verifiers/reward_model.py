@@ -17,7 +17,8 @@ from axlearn_like.config import REQUIRED, ConfigBase, path_of
 from axlearn_like.layers.base import bind, build_abstract, split
 from axlearn_like.layers.contexts.packed import PackedContext
 from axlearn_like.layers.heads import ScoreHead
-from axlearn_like.tokenizers.protocol import Tokenizer, check_tokenizer
+from axlearn_like.tokenizers.embedding import check_tokenizer
+from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.head_losses import one_score
 from axlearn_like.training.program import check_length
 from mesh import UserError, make_mesh, to_named_sharding

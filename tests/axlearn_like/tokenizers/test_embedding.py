@@ -4,7 +4,7 @@ import pytest
 
 from axlearn_like.config import ConfigError, label
 from axlearn_like.tokenizers.bytes import ByteTokenizer
-from axlearn_like.tokenizers.protocol import check_tokenizer
+from axlearn_like.tokenizers.embedding import check_tokenizer
 from experiments.registry import get
 from models.tiny import tiny
 

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from axlearn_like.tokenizers.embedding import tokenizer_fault
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
-from axlearn_like.tokenizers.protocol import tokenizer_fault
 from tests.axlearn_like.tokenizers import hostile_tokenizers as hostile
 from tests.measured import check, measured
 

@@ -20,9 +20,10 @@ from tests.benches.peers import Peer, find_peers, peer_commands
 from tests.peers.train_job import DTYPES
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import OURS, Measured, Say, errors_of, measure, ratio_over_rounds
-from tools.bench.harness.processes import Command, cached_starts, our_command
+from tools.bench.harness.processes import Command, our_command
 from tools.bench.harness.protocol import TRAIN_FIELDS
 from tools.bench.harness.sections import run_sections
+from tools.bench.harness.starts import cached_starts
 
 BENCHMARK = "train_step"
 EXPERIMENTS = "tests.studies.train_step.ours"

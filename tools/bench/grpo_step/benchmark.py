@@ -10,9 +10,10 @@ from typing import Any
 
 from tools.bench.harness.circumstances import machine
 from tools.bench.harness.interleave import OURS, Measured, Others, Say, errors_of, measure_with_peers, ratio_over_rounds
-from tools.bench.harness.processes import cached_starts, our_command
+from tools.bench.harness.processes import our_command
 from tools.bench.harness.protocol import STEP_FIELDS
 from tools.bench.harness.sections import run_sections
+from tools.bench.harness.starts import cached_starts
 
 BENCHMARK = "grpo_step"
 OUR_WORKER = "tools.bench.grpo_step.ours"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import experiments
-from axlearn_like.tokenizers.protocol import tokenizer_fault
+from axlearn_like.tokenizers.embedding import tokenizer_fault
 from mesh.errors import UserError
 from models.huggingface.checkpoints.directory import HuggingFaceDirectory
 from models.huggingface.checkpoints.importing import import_checkpoint
