@@ -129,7 +129,6 @@ class StepLabels(Configurable):
         return {"tokens": np.asarray(tokens, np.int32), "labels": values}
 
     def _steps(self, record: Mapping[str, Any], where: str) -> tuple[list[str], list[Any]]:
-        """Return the steps and their labels, as many of both."""
         cfg = self._cfg
         steps, labels = field_of(record, cfg.steps, where), field_of(record, cfg.labels, where)
         if isinstance(steps, str):

@@ -58,23 +58,14 @@ Edits = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A way to train a model on devices of some kinds, which have about as much memory each.
+    """A way to train a model on devices of some kinds, which have about as much memory each."""
 
-    Attributes:
-        kinds: kinds of the devices; all TPUs, or none.
-        smallest: devices of the smallest slice that has room for it: compiled for TPUs, computed for GPUs.
-        remat: what the backward pass finds stored.
-        rows: on a device at a time; where devices share rows, on each group of them.
-        axes: sizes of axes beside data and fsdp.
-        largest: devices of the largest slice; None: what is sold.
-    """
-
-    kinds: tuple[str, ...]
-    smallest: int
-    remat: str | Remat
-    rows: int = 1
-    axes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
-    largest: int | None = None
+    kinds: tuple[str, ...]  # kinds of the devices; all TPUs, or none
+    smallest: int  # devices of the smallest slice that has room for it: compiled for TPUs, computed for GPUs
+    remat: str | Remat  # arrays that the backward pass finds stored
+    rows: int = 1  # rows of a device at a time; where devices share rows, of each group of them
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # sizes of axes beside data and fsdp
+    largest: int | None = None  # devices of the largest slice; None: what is sold
 
     def sizes(self) -> list[tuple[int, tuple[str, ...]]]:
         """Return numbers of devices, powers of two, and the kinds of which so many are sold."""

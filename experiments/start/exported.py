@@ -24,19 +24,12 @@ from rl.serving.policy import find_run, newest_weights
 
 @dataclasses.dataclass(frozen=True)
 class SavedModel:
-    """A decoder with the parameters of a run, of one step of it, or of an import.
+    """A decoder with the parameters of a run, of one step of it, or of an import."""
 
-    Attributes:
-        cfg: config of the run.
-        decoder: its decoder, maybe with adapters.
-        params: the parameters.
-        base: directory of the model that the run began with, if it was in Hugging Face's form, or imported.
-    """
-
-    cfg: ConfigBase[Any]
-    decoder: Decoder.Config
-    params: Entries
-    base: Path | None
+    cfg: ConfigBase[Any]  # config of the run
+    decoder: Decoder.Config  # decoder of the run, maybe with adapters
+    params: Entries  # the parameters
+    base: Path | None  # directory of the model that the run began with, if it was in Hugging Face's form, or imported
 
     @classmethod
     def find(cls, source: Path) -> "SavedModel":

@@ -50,23 +50,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A derived experiment.
+    """A derived experiment."""
 
-    Attributes:
-        config: config to run, which is edited as any other.
-        plan: how it came about.
-        examples: first two rows as they are read, as text: prompt and answer.
-        about: a sentence that says what is trained on what.
-        base: directory of the model that it begins with.
-        inprocess: all roles of RL are one process.
-    """
-
-    config: ConfigBase[Any]
-    plan: Plan
-    examples: tuple[tuple[str, str], ...]
-    about: str
-    base: Path
-    inprocess: bool = True
+    config: ConfigBase[Any]  # config to run, which is edited as any other
+    plan: Plan  # entries that say how it came about
+    examples: tuple[tuple[str, str], ...]  # first two rows as they are read, as text: prompt and answer
+    about: str  # a sentence that says what is trained on what
+    base: Path  # directory of the model that it begins with
+    inprocess: bool = True  # all roles of RL are one process
 
 
 def rounded(length: int, multiple: int = 8) -> int:

@@ -22,27 +22,16 @@ _PROBLEMS = 96  # problems of an endless family
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """How answers are drawn, and how they are judged.
+    """How answers are drawn, and how they are judged."""
 
-    Attributes:
-        samples: answers to each problem.
-        seed: seed of the draws.
-        ks: the k of pass@k and maj@k.
-        most: problems of each task; None: all.
-        verifier: place of a function from the tasks' config to a verifier's.
-        temperature: temperature of the draws; None: the policy's.
-        sets: edits of the policy's config.
-        untrained: take the weights that the policy begins with.
-    """
-
-    samples: int
-    seed: int = 0
-    ks: tuple[int, ...] = (1,)
-    most: int | None = None
-    verifier: str | None = None
-    temperature: float | None = None
-    sets: tuple[str, ...] = ()
-    untrained: bool = False
+    samples: int  # answers to each problem
+    seed: int = 0  # seed of the draws
+    ks: tuple[int, ...] = (1,)  # the k of pass@k and maj@k
+    most: int | None = None  # problems of each task; None: all
+    verifier: str | None = None  # place of a function from the tasks' config to a verifier's
+    temperature: float | None = None  # temperature of the draws; None: the policy's
+    sets: tuple[str, ...] = ()  # edits of the policy's config
+    untrained: bool = False  # take the weights that the policy begins with
 
 
 @click.command("eval")

@@ -85,6 +85,5 @@ def find_policy(
 
 
 def _folders(parent: Path) -> list[Path]:
-    """Return the directories of runs and models in a folder."""
     files = [*parent.glob("*/config.txt"), *parent.glob("*/config.json")]
     return sorted({file.parent for file in files})

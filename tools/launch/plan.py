@@ -142,7 +142,6 @@ def refuse(plan: LaunchPlan) -> None:
 
 
 def _plan_command(cfg: Launch.Config, machines: Machines) -> LaunchPlan:
-    """Plan a command: one process on one host, or on a machine without accelerators."""
     names, slices = check_words(cfg.command), machines.slices
     called = f"axl {' '.join(names)}"
     if cfg.bundle:
@@ -155,7 +154,6 @@ def _plan_command(cfg: Launch.Config, machines: Machines) -> LaunchPlan:
 
 
 def _plan_training(cfg: Launch.Config, chosen: Chosen, machines: Mapping[str, Machines]) -> LaunchPlan:
-    """Plan a supervised run on its slices."""
     cfg.require("workers", cfg.workers == 0, f"0: {cfg.experiment} is no RL experiment")
     none = cfg.reference_devices is None
     cfg.require("reference_devices", none, f"None: {cfg.experiment} is no RL experiment")
@@ -174,7 +172,6 @@ def _plan_training(cfg: Launch.Config, chosen: Chosen, machines: Mapping[str, Ma
 
 
 def _plan_rl(cfg: Launch.Config, chosen: Chosen, machines: Mapping[str, Machines]) -> LaunchPlan:
-    """Plan an RL run: a head, the trainer, workers, and the reference if it has machines of its own."""
     cfg.require(
         "workers",
         "worker" in machines,

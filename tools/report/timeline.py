@@ -185,7 +185,6 @@ class _Lanes:
             self.parts.append(svg.element("g", svg.title(tip) + drawn + catch))
 
     def render(self, name: str) -> str:
-        """Return the finished ``<svg>``."""
         return svg.picture(self.width, self.height, name, "".join(self.parts))
 
 

@@ -22,26 +22,17 @@ _TOTAL = {
 
 @dataclass(frozen=True)
 class Standing:
-    """The state of a run.
+    """The state of a run."""
 
-    Attributes:
-        state: the lock of the directory says whether a process is alive, not the age of files. Of another machine's
-            process only its silence can be seen.
-        why: the process, or what ended the run.
-        phase: phase under way, or the last one.
-        step: completed updates of that phase; None: it has none.
-        total: updates that it has by the config; None: unknown.
-        row: last row of metrics.
-        seen: unix time of the last row of any log; None: there is none.
-    """
-
+    # The lock of the directory says whether a process is alive, not the age of files. Of another machine's process only
+    # its silence can be seen.
     state: State
-    why: str
-    phase: str
-    step: int | None
-    total: int | None
-    row: Row
-    seen: float | None
+    why: str  # the process, or what ended the run
+    phase: str  # phase under way, or the last one
+    step: int | None  # completed updates of that phase; None: it has none
+    total: int | None  # updates that it has by the config; None: unknown
+    row: Row  # last row of metrics
+    seen: float | None  # unix time of the last row of any log; None: there is none
 
     @property
     def words(self) -> str:

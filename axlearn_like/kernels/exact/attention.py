@@ -125,7 +125,6 @@ def _attend(
 
 
 def _kernel(plan: ItemPlan, *refs: Any) -> None:
-    """Attend to the keys of one item."""
     table_rw, rows_i, firsts_i, ends_i, q_knh, pool, mixed_knh, buffer, *state, arrived = refs
     item, page_size, window = pl.program_id(0), pool.shape[1], plan.rules.window
     row, first, end = rows_i[item], firsts_i[item], ends_i[item]

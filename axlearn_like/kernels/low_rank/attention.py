@@ -201,7 +201,6 @@ class _Item(NamedTuple):
 
 
 def _kernel(one: _Item, table_rw: Any, firsts_i: Any, ends_i: Any, queries: Any, pool: Any, *refs: Any) -> None:
-    """Attend to the keys of one item."""
     q, rules, steps, form, parts, block, in_rank = one
     whole, tables = jax.tree.unflatten(form, refs[: form.num_leaves])
     mixed, buffer, *state, arrived = refs[form.num_leaves :]

@@ -131,7 +131,6 @@ def merge(parts: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
 
 
 def _kernel(plan: ItemPlan, *refs: Any) -> None:
-    """Attend to one item's keys."""
     table_ip, begins_i, ends_i, q_knh, pool, mixed_knh, sums_knl, buffer, *state, arrived = refs
     item, page_size = pl.program_id(0), pool.shape[1]
     begin, end = begins_i[item], ends_i[item]

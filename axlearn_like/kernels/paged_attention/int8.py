@@ -210,7 +210,6 @@ def _on_one_device(
 
 
 def _kernel(plan: ItemPlan, parts: int, *refs: Any) -> None:
-    """Attend to the keys of one item, of which a row has so many parts."""
     table_rw, firsts_i, ends_i, q_knh, numbers, scales, mixed_knh, buffer, scale_buffer, *state, arrived = refs
     item, page_size, window = pl.program_id(0), numbers.shape[1], plan.rules.window
     row, first, end = item // parts, firsts_i[item], ends_i[item]

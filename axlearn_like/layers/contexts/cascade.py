@@ -247,14 +247,12 @@ def _shared_values(scores: jax.Array, peak: jax.Array, own: Cell, common: Cell) 
 
 
 def _in_one_row(x_rknh: jax.Array) -> jax.Array:
-    """Return [1, k, r * n, h]."""
     rows, heads, count, width = x_rknh.shape
     x = constrain(x_rknh, None, "heads", None, None).transpose(1, 0, 2, 3)
     return jnp.reshape(x, (1, heads, rows * count, width), out_sharding=partition(None, "heads", None, None))
 
 
 def _in_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Return [1, k, r * n, h] as [r, k, n, h]."""
     _, heads, _, width = x.shape
     x = jnp.reshape(x, (heads, rows, -1, width), out_sharding=partition("heads", None, None, None))
     return constrain(x.transpose(1, 0, 2, 3), "batch", "heads", None, None)

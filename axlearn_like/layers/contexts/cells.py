@@ -146,7 +146,6 @@ def _as_cell(window: Mapping[str, jax.Array]) -> Cell:
 
 
 def _cell(blocks: jax.Array, v: jax.Array) -> Cell:
-    """Return a cell of keys in blocks, [r, k, s / b, h, b], and values."""
     sharding = partition(None, "heads", None)
     return Cell(jnp.reshape(blocks, (*blocks.shape[:2], -1), out_sharding=sharding), v)
 

@@ -105,14 +105,12 @@ class PagedContext:
     def _by_xla(
         self, q_rckqh: jax.Array, table: jax.Array, page_size: int, read: ReadPages, attention: AttentionParams
     ) -> jax.Array:
-        """Return attention over the pages of the table, which hold the chunk; [r, c, k, q, h]."""
         del page_size
         return attend_window(q_rckqh, read(table, self.starts + self.counts, 0), self.positions, attention)
 
     def _by_kernel(
         self, kernel: PagedKernel, rows: PagedRows, pool: Any, attention: AttentionParams
     ) -> tuple[jax.Array, Any]:
-        """Return attention by the kernel for TPUs, and the pool."""
         return kernel.attend(rows, pool, rules=attention.rules, sinks=attention.sinks is not None)
 
     def holds_latents(self, cache: tuple[Pool, jax.Array]) -> bool:

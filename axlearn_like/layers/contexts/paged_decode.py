@@ -190,7 +190,6 @@ def _in_rows(x: jax.Array, rows: int, tile: int) -> jax.Array:
 
 
 def _of_rows(x_rk: jax.Array) -> jax.Array:
-    """Return an array of rows and heads, complete but for the heads."""
     return constrain(x_rk, None, "heads", None, None)
 
 

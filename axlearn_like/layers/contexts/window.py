@@ -155,7 +155,6 @@ class DraftContext(WindowContext):
 def _attend_cells(
     q_rckqh: jax.Array, cells: Sequence[Cell], needed: jax.Array, positions: jax.Array, attention: AttentionParams
 ) -> jax.Array:
-    """Return attention over the first `needed` cells."""
     keys, values = [cell.blocks for cell in cells], [cell.v for cell in cells]
     if platform() == "cpu":
         return attend_needed(q_rckqh, keys, values, needed, positions, attention)

@@ -56,7 +56,6 @@ def settled(status: int, child: Child, stop: StopSignals, run_dir: Path) -> int:
 
 
 def _last_lines(child: Child) -> list[str]:
-    """Return the last lines of what this attempt has printed."""
     with child.log.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(child.offset, size - _READ))

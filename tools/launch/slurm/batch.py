@@ -63,7 +63,6 @@ def batch(cfg: Launch.Config, plan: LaunchPlan, role: Role, index: int, digest: 
 
 
 def _options(cfg: Launch.Config, plan: LaunchPlan, role: Role, name: str) -> Iterator[str]:
-    """Yield the options of sbatch."""
     slurm = cfg.slurm
     yield f"--job-name={name}"
     yield f"--output={run_dir(cfg, plan)}/launch/logs/{name}-%j.out"

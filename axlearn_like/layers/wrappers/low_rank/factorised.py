@@ -150,7 +150,6 @@ class _Sides:
         return cls(name, axes.inputs, axes.outputs, (inputs, outputs))
 
     def saves(self, rank: int) -> bool:
-        """Return True if factors of this rank have fewer numbers than the matrix."""
         return 0 < rank * sum(self.sizes) < math.prod(self.sizes)
 
     def placed(self, factors: tuple[jax.Array, jax.Array], weight: jax.Array) -> FactorisedMatrix:
@@ -164,7 +163,6 @@ class _Sides:
         return FactorisedMatrix(a, b)
 
     def zeros(self, rank: int, weight: jax.Array) -> FactorisedMatrix:
-        """Return factors that are still to come."""
         return self.placed((jnp.zeros((self.sizes[0], rank)), jnp.zeros((rank, self.sizes[1]))), weight)
 
 
