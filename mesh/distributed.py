@@ -169,11 +169,15 @@ class ProcessGroup:
         """
         self._role, self._on_wait, self._warn_after, self._limit = role, on_wait, warn_after, limit
         self._client, self.index, self.count = coordination()
-        self.leader = self.index == 0  # the first process writes and speaks for all
         self.name = process_name(role, self.index)  # name of this process
         self._prefix = f"agreed/{next(_groups)}"
         self._turns = itertools.count()
         self._own_keys: list[str] = []  # keys that this process has written
+
+    @property
+    def leader(self) -> bool:
+        """True in the first process, which writes and speaks for all."""
+        return self.index == 0
 
     def broadcast(self, value: Any) -> Any:
         """Return the leader's value in all processes; it must be small, and JSON must hold it."""

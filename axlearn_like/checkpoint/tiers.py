@@ -40,6 +40,7 @@ class CheckpointTiers:
 
     def __init__(self, checkpointer: Checkpointer, best: KeepBest | None, events: EventLog):
         self.memory: MemoryTier | None = None  # set before anything is restored; None: there is none
+        self.writes: Callable[[], bool] = lambda: True  # rule: False where another process saves
         self._local, self._best, self._events = checkpointer, best, events
         self._unfinished: dict[int, float | None] = {}  # steps on their way to the disk -> value of the best metric
         self._saved: int | None = None  # the last step that `save` was called with
@@ -103,7 +104,7 @@ class CheckpointTiers:
         Raises:
             CheckpointError, DiskFull: a save failed. UserError: the best is sought by an unknown metric.
         """
-        if step == self._saved:
+        if step == self._saved or not self.writes():
             return
         self._local.save(step, state, extras)
         self._saved, self._unfinished[step] = step, None

@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ class EventLog:
     full disk has cut off is ended by a new line before the next one.
     """
 
-    def __init__(self, path: str | Path, *, silent: bool = False, clock: RunClock = REAL):
-        """`silent`: nothing is written; for a process whose events another process logs. `clock`: times of rows."""
+    def __init__(self, path: str | Path, *, silent: bool | Callable[[], bool] = False, clock: RunClock = REAL):
+        """`silent`: nothing is written (now); for a process whose events another one logs. `clock`: times of rows."""
         self.path, self._silent, self.clock = Path(path), silent, clock
 
     def append(self, role: str, event: str, **fields: Any) -> None:
         """Log `event` of `role` now; a span has its duration in `seconds`. DiskFull: there is no room."""
-        if self._silent:
+        if self._silent() if callable(self._silent) else self._silent:
             return
         row = {"time": round(self.clock.wall(), 3), "role": role, "event": event, **fields}
         with raising_disk_full(self.path):

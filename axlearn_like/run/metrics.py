@@ -3,9 +3,9 @@
 import errno
 import json
 import math
-import os
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +14,7 @@ from mesh.errors import UserError
 from mesh.files.bounded import is_readable, read_bounded
 from mesh.files.written import open_written, replace_file
 
+_KEPT = 64  # rows of a silent writer
 ROWS = 4 << 30  # bytes of a file of rows; the longest run that was measured has a thousandth of it
 
 
@@ -61,7 +62,12 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, run_dir: str | Path, *, phase: str = "sft", resume_step: int | None = None, silent: bool = False
+        self,
+        run_dir: str | Path,
+        *,
+        phase: str = "sft",
+        resume_step: int | None = None,
+        silent: bool | Callable[[], bool] = False,
     ):
         """Open the file and repair what a killed writer left.
 
@@ -69,30 +75,43 @@ class MetricsWriter:
             run_dir: an existing directory.
             phase: part of the run that the rows belong to; each phase counts its own steps.
             resume_step: rows of this phase beyond this step are dropped: the resumed run writes them again.
-            silent: write nothing; for a process whose rows another process writes.
+            silent: write nothing (now); for a process whose rows another one writes. Its newest rows are kept: if it
+                is silent no more, those that the other has not written come first.
         """
-        self.path = Path(os.devnull) if silent else Path(run_dir) / "metrics.jsonl"
-        self._phase = phase
-        if silent:
-            self._file: IO[bytes] = open(self.path, "ab", buffering=0)
-            return
-        with raising_disk_full(self.path):
-            self._repair(resume_step)
-        self._file = open_written(self.path, "ab")
+        self.path, self._phase = Path(run_dir) / "metrics.jsonl", phase
+        self._silent = silent if callable(silent) else lambda: silent
+        self._file: IO[bytes] | None = None
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
+        if not self._silent():
+            self._file = self._opened(resume_step)
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> dict[str, Any]:
         """Append one row and return it. `scalars` are numbers or arrays of one element. DiskFull: no room."""
         row = {"phase": self._phase, "step": int(step), "time": round(time.time(), 3)}
         row |= {name: _plain(value) for name, value in scalars.items()}
-        line = json.dumps(row).encode() + b"\n"
+        self._kept.append((row["step"], json.dumps(row).encode() + b"\n"))
+        if self._silent():
+            return row
+        if self._file is None:
+            self._file = self._opened(None)
+            last = max((row["step"] for row in read_rows(self.path) if row["phase"] == self._phase), default=-1)
+            self._kept = deque((step, line) for step, line in self._kept if step > last)
         with raising_disk_full(self.path):
-            if self._file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, "torn")
+            while self._kept:
+                line = self._kept.popleft()[1]
+                if self._file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, "torn")
         return row
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _opened(self, resume_step: int | None) -> IO[bytes]:
+        with raising_disk_full(self.path):
+            self._repair(resume_step)
+        return open_written(self.path, "ab")
 
     def _repair(self, resume_step: int | None) -> None:
         if not self.path.exists():

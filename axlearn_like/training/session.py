@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import re
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,15 +15,14 @@ from jax.sharding import Mesh
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.interval import chosen_interval
-from axlearn_like.checkpoint.reader import verify_latest
 from axlearn_like.checkpoint.tiers import CheckpointTiers, Held
-from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase
+from axlearn_like.elastic.update import ElasticStep
 from axlearn_like.layers.base import first_params
 from axlearn_like.layers.parameter_names import merged, without
 from axlearn_like.learner import Learner
 from axlearn_like.operations.flops import peak_flops
-from axlearn_like.operations.goodput import CauseClock, account, account_lines
+from axlearn_like.operations.goodput import CauseClock, account
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.operations.recompilation import CompiledStep
 from axlearn_like.operations.sdc import SDCCheck
@@ -40,8 +38,9 @@ from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import TrainingLoop, UpdateSource
 from axlearn_like.training.losses import Loss
 from axlearn_like.training.minibatches import MinibatchStep
+from axlearn_like.training.opening import print_account
 from axlearn_like.training.program import TrainProgram
-from axlearn_like.training.step import AccumulatedStep, HeldStep, State, Step, init_state
+from axlearn_like.training.step import AccumulatedStep, HeldStep, State, init_state
 from mesh.devices import compilers
 from mesh.distributed import ProcessGroup
 from mesh.rules import AxisRules, check_rules
@@ -112,7 +111,7 @@ class Session(contextlib.ExitStack):
         """
         super().__init__()
         self._cfg, self._run, self._mesh, self._group, self._phase = cfg, run, mesh, group, phase
-        self.events = EventLog(run.events_path, silent=not group.leader)
+        self.events = EventLog(run.events_path, silent=lambda: not group.leader)
         self.clock = self.enter_context(CauseClock(self.events, began=began))
         checkpointer = cfg.checkpoint.build(directory=checkpoints)
         self.callback(checkpointer.close)
@@ -201,7 +200,7 @@ class Session(contextlib.ExitStack):
             step=step,
             num_steps=cfg.num_steps,
             log_every=cfg.log_every,
-            step_fn=self._guarded(program.step, cfg.max_compilations or 1),
+            step_fn=self.guarded(program.step, cfg.max_compilations or 1),
             source=source,
             log=self._log(step, rows_kept, show and self._group.leader, source.tokens),
             clock=self.clock,
@@ -228,10 +227,12 @@ class Session(contextlib.ExitStack):
         rule = self._cfg.early_stopping.build()
         return lambda rows, before: self._group.broadcast(self._group.leader and rule(rows, before))
 
-    def _guarded(self, step: Step, allowed: int) -> Step:
+    def guarded(self, step: Any, allowed: int = 1) -> Any:
         """Return the step as programs that are compiled for so many shapes of batches and no more."""
+        if isinstance(step, ElasticStep):
+            return step
         if isinstance(step, MinibatchStep | ScoredStep):
-            step.step = self._guarded(step.step, allowed)
+            step.step = self.guarded(step.step, allowed)
             return step
         if not isinstance(step, AccumulatedStep | HeldStep):
             return CompiledStep(step, allowed=allowed, around=self._compiling)
@@ -240,12 +241,14 @@ class Session(contextlib.ExitStack):
             guarded.step = CompiledStep(step.step, allowed=allowed, around=self._compiling)
         else:
             guarded.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)
-            guarded.update = self._guarded(step.update, 1)
+            guarded.update = self.guarded(step.update, 1)
         return guarded
 
     def _log(self, start: int, rows_kept: int, show: bool, tokens: str) -> StepLog:
         cfg, leader = self._cfg, self._group.leader
-        writer = MetricsWriter(self._run.path, phase=self._phase, resume_step=start, silent=not leader)
+        writer = MetricsWriter(
+            self._run.path, phase=self._phase, resume_step=start, silent=lambda: not self._group.leader
+        )
         self.callback(writer.close)
         others = [other.build(run_dir=self._run.path, resume_step=start) for other in (cfg.writers if leader else ())]
         for other in others:
@@ -262,27 +265,3 @@ class Session(contextlib.ExitStack):
         """Charge and log a compilation."""
         with self.clock.spending("compile"), span(self.events, "trainer", "compile") as fields:
             yield fields
-
-
-def print_account(run: RunDirectory) -> None:
-    """Print where the time of a run went, on stderr."""
-    print(*account_lines(account(read_rows(run.events_path))), sep="\n", file=sys.stderr, flush=True)
-
-
-def ended_before(run: RunDirectory, cfg: TrainingConfig[Any]) -> dict[str, Any] | None:
-    """Return the last metrics row of a run whose last checkpoint is saved; None if it goes on.
-
-    Early stopping is asked again, as its rule may have changed.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, or is damaged.
-    """
-    ends = [row for row in read_rows(run.events_path) if row.get("event") in ("train_begin", "train_end")]
-    step = max(list_steps(run.checkpoints), default=None)
-    if not ends or step is None or (ends[-1].get("reason"), ends[-1]["step"]) != ("done", step):
-        return None
-    rows = [row for row in read_rows(run.metrics_path) if row["step"] <= step]
-    if step < cfg.num_steps and not (cfg.early_stopping and cfg.early_stopping.build()(rows, before=step)):
-        return None
-    verify_latest(run.checkpoints)
-    return {**(rows[-1] if rows else {}), "step": step}

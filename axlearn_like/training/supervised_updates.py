@@ -19,12 +19,15 @@ class SupervisedUpdates:
     def __init__(self, data: SupervisedInput, flops: float | None = None):
         """`flops`: model FLOPs of an update, if known."""
         self._data, self.flops = data, flops
+        self.whole = False  # batches stay in host memory, for a step that shards parts of them
         self.reference: Reference | None = None
         self.replicas: Replicas | None = None
 
     def next(self, step: int, state: State, timeout: float) -> Any:
-        """Return the next batch, sharded."""
+        """Return the next batch, sharded if it is not to be whole."""
         del step, state, timeout
+        if self.whole:
+            return next(self._data)
         batch = shard_batch(next(self._data), rows=self._data.batch_size)
         return batch if self.replicas is None else self.replicas.added(batch)
 

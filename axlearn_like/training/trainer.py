@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,16 @@ from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.pretrained import pretrained_source
-from axlearn_like.checkpoint.versions import CheckpointError
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, MeshRules, config_key, path_of, resolve, to_text
+from axlearn_like.elastic.elastic import Elastic, MemberGroup, as_member, finish
+from axlearn_like.elastic.member import Member
 from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
 from axlearn_like.operations.flops import step_flops
 from axlearn_like.operations.memory import check_state_fits
-from axlearn_like.run.directory import RunDirectory, RunDirectoryError
+from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.signals import graceful_stop
 from axlearn_like.tokenizers.embedding import check_tokenizers
 from axlearn_like.training.alignment.distillation import DistillationLoss
@@ -26,19 +28,22 @@ from axlearn_like.training.alignment.kto import KTO
 from axlearn_like.training.alignment.preferences import PreferenceLoss, ReferenceLoss
 from axlearn_like.training.alignment.scoring import ScoredStep, Scoring, describe_scored
 from axlearn_like.training.head_losses import HeadLoss
-from axlearn_like.training.losses import SupervisedLoss
+from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
+from axlearn_like.training.opening import ended_in_all, open_in_all
 from axlearn_like.training.program import (
     TrainProgram,
     Tuning,
     check_length,
     check_rows,
     describe_batch,
+    drops_out,
     train_program,
     trainer_programs,
     trainer_tuning,
 )
 from axlearn_like.training.replicas import Replicas
-from axlearn_like.training.session import Session, TrainingConfig, ended_before, print_account
+from axlearn_like.training.session import Session, TrainingConfig
+from axlearn_like.training.step import AccumulatedStep
 from axlearn_like.training.supervised_updates import SupervisedUpdates
 from mesh import make_mesh
 from mesh.batches import local_rows
@@ -81,6 +86,7 @@ class Trainer(Configurable):
         seed: int = 0  # random seed of initial parameters and dropout
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
         replicas: Replicas.Config | None = None  # copies of popular experts, on a mesh with an axis expert; None: none
+        elastic: Elastic.Config | None = None  # processes that come and go, each with a mesh of its own; None: none do
 
         @property
         def first_params(self) -> StartFrom.Config | None:
@@ -101,12 +107,14 @@ class Trainer(Configurable):
                 data.require("input", given.contents == self.loss.contents, expected)
             if self.replicas is not None:
                 self.require("replicas", not self.loss.scores, "None with a loss that scores batches by other policies")
+            if self.elastic is not None:
+                self.elastic.check_trainer(self, drops_out(self.model))
 
         def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
             """Return the mesh of these devices, or of this process's, if rows divide over it (UserError)."""
             mesh = make_mesh(self.mesh, devices, slices=self.slices)
             with use_rules(self.axis_rules):
-                check_rows(self.input, mesh, self.microbatches)
+                check_rows(self.input, mesh, self.microbatches if self.elastic is None else self.elastic.parts)
             return mesh
 
         def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
@@ -160,6 +168,7 @@ class Trainer(Configurable):
         self._mesh = cfg.check_sizes()
         self._learner: Learner = cfg.learner.build()
         self._group = ProcessGroup("trainer")
+        self._member: Member | None = None  # membership of this process among those of `elastic`
 
     def run(
         self,
@@ -188,15 +197,18 @@ class Trainer(Configurable):
             CorruptionError: a repeated step gave other bits.
         """
         self._cfg.check()
-        with use_mesh(self._mesh, self._cfg.axis_rules):
+        with use_mesh(self._mesh, self._cfg.axis_rules), as_member(self._cfg.elastic) as self._member:
             program = self._checked_program()
+            if self._member is not None:
+                path = run_dir.path if isinstance(run_dir, RunDirectory) else run_dir
+                run_dir, self._group = RunDirectory.attach(path), MemberGroup(self._member)
             if isinstance(run_dir, RunDirectory):
                 return self._run(run_dir, program, progress, began, stop)
             self._check_start(RunDirectory.attach(run_dir), program)
-            with self._open(run_dir, force) as run:
+            with open_in_all(run_dir, to_text(self._cfg), self._group, force=force) as run:
                 if progress and self._group.leader:
                     print(f"run directory: {run.where}", file=sys.stderr)
-                if (row := self._ended(run, progress)) is not None:
+                if (row := ended_in_all(run, self._cfg, self._group, show=progress)) is not None:
                     return row
                 return self._run(run, program, progress, began, stop)
 
@@ -229,37 +241,6 @@ class Trainer(Configurable):
         if start is not None and not begun:
             start.build().check(program.state["params"])
 
-    def _open(self, path: str | Path, force: bool) -> RunDirectory:
-        """Open and lock the directory in the first process; an error there is raised in all."""
-        error: RunDirectoryError | None = None
-        run = RunDirectory.attach(path)
-        if self._group.leader:
-            try:
-                run = RunDirectory.open(path, to_text(self._cfg), force=force)
-            except RunDirectoryError as refused:
-                error = refused
-        message = self._group.broadcast(None if error is None else str(error))
-        if message is not None:
-            raise error or RunDirectoryError(message)
-        if self._group.any(not run.config_path.exists()):
-            raise RunDirectoryError(f"{path}: not all processes see {run.path}; expected a directory on a common disk")
-        return run
-
-    def _ended(self, run: RunDirectory, show: bool) -> dict[str, Any] | None:
-        """Return the last row of a run that has ended, for all processes; None if it goes on."""
-        row, error = None, None
-        if self._group.leader:
-            try:
-                row = None if run.forced else ended_before(run, self._cfg)
-            except CheckpointError as found:
-                error = found
-        row, message = self._group.broadcast([row, error and str(error)])
-        if message is not None:
-            raise error or CheckpointError(message)
-        if row is not None and show and self._group.leader:
-            print_account(run)
-        return row and {**row, "finished": True, "before": True}
-
     def _run(
         self, run: RunDirectory, program: TrainProgram, show: bool, began: float | None, stopped: Callable[[], bool]
     ) -> dict[str, Any]:
@@ -274,6 +255,13 @@ class Trainer(Configurable):
                 here = {"layout": cfg.routing_layout, "mesh": self._mesh, "events": session.events}
                 source.replicas = cfg.replicas.build(**here)
             session.callback(source.close)
+            if cfg.elastic is not None:
+                loss_fn = make_supervised_loss(program.graphdef, cfg.loss.build())
+                options: dict[str, Any] = {"like": program.state, "compiler_options": cfg.compiler_options}
+                summed = session.guarded(AccumulatedStep(loss_fn, self._learner, **options))
+                here = {"tiers": session.tiers, "described": (program.state, cfg.batch(self._mesh))}
+                program = program._replace(step=cfg.elastic.step(summed, self._member, **here))
+                source.whole = True
             start = cfg.first_params.build().params if cfg.first_params else None
             scoring = self._scoring(program)
             reference = None if scoring is None else scoring.reference
@@ -288,9 +276,18 @@ class Trainer(Configurable):
             if scoring is not None:
                 program = program._replace(step=ScoredStep(program.step, scoring))
             source.reference = reference
+            session.tiers.hold(step, partial(source.checkpoint, state))
             loop = session.loop(state, step, program, source, self._learner, loss, show=show)
             del state  # the loop's alone: the step donates it
-            done = loop.run(lambda: group.any(stop.requested or stopped() or run.is_cut_off()))
+            member = self._member
+            done = loop.run(
+                lambda: (
+                    group.any(stop.requested or stopped() or run.is_cut_off())
+                    or (member is not None and member.stopping)
+                )
+            )
+            if self._member is not None and (done or self._member.stopping):
+                finish(self._member, loop)
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 

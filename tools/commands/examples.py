@@ -13,6 +13,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "--model models/Qwen3-0.6B --data chats.jsonl --export taught",
         "demo_sft --apply low_rank --set learner.schedule.peak_lr=1e-3",
+        "demo_sft --set early_stopping=None --members 4",
     ),
     "rl": (
         "--model models/Qwen3-0.6B --data rows.jsonl --reward mine.py:score --export better",

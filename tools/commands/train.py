@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,18 +33,24 @@ from tools.experiment.start import RunOptions, begin, export, is_start, show, st
 )
 @click.option("--process", type=click.IntRange(0), default=0, show_default=True, help="Which of them this is.")
 @click.option("--meet", metavar="HOST:PORT", help="Where process 0 listens and the others come to.")
+@click.option("--members", type=click.IntRange(1), help="Processes of this machine that may die and come back.")
 @options_as(run=RunOptions, start=StartOptions)
-def command(run: RunOptions, start: StartOptions, processes: int, process: int, meet: str | None) -> None:
+def command(
+    run: RunOptions, start: StartOptions, processes: int, process: int, meet: str | None, members: int | None
+) -> None:
     """Train a model by the trainer that EXPERIMENT composes.
 
     EXPERIMENT is a name, FILE.py:FUNCTION, or a YAML file of these options; --model and --data stand for it, and what
     is derived from them is printed first. Ctrl-C or SIGTERM saves and stops; the same command resumes. Several
-    processes, each started with the same command but for --process, share one mesh and one run directory.
+    processes, each started with the same command but for --process, share one mesh and one run directory. With
+    --members, this command starts processes that each hold the whole state, and starts again those that end.
     """
     if not is_start(run, start):
         check_name(run.experiment or "")
-    elif processes > 1:
-        raise UserError("--model with --processes: write the experiment by --save-experiment FILE.py, and run that")
+    elif processes > 1 or members is not None:
+        option = "--processes" if members is None else "--members"
+        raise UserError(f"--model with {option}: write the experiment by --save-experiment FILE.py, and run that")
+    from axlearn_like.elastic.elastic import is_member
     from axlearn_like.operations.goodput import process_began
     from mesh.devices import configure_cpu_devices, device_name
     from mesh.distributed import join
@@ -58,6 +65,13 @@ def command(run: RunOptions, start: StartOptions, processes: int, process: int, 
     check_command(cfg, "train", run.experiment or "")
     # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
     steps = cfg.num_steps
+    where = default_run_dir(run.experiment or "", run.run_dir)
+    if members is not None and not is_member():
+        cfg = as_elastic(cfg)
+        cfg.check()
+        row = supervise(cfg, run, where, members, processes)
+        click.echo(outcome(row, steps, bucket_url(where) or where))
+        return
     configure_cpu_devices(cfg.mesh, processes)
     if meet is not None:
         join(meet, process, processes, role="process")
@@ -65,13 +79,54 @@ def command(run: RunOptions, start: StartOptions, processes: int, process: int, 
     if found is not None:
         show(found, cfg, start)
     enable_compilation_cache()
-    where = default_run_dir(run.experiment or "", run.run_dir)
-    row = cfg.build().run(where, progress=not run.quiet, began=process_began(), force=run.force)
-    if process:
-        return  # the first process reports for all
+    row = (
+        (cfg if members is None else as_elastic(cfg))
+        .build()
+        .run(where, progress=not run.quiet, began=process_began(), force=run.force)
+    )
+    if process or is_member():
+        return  # another process reports for all
     click.echo(outcome(row, steps, bucket_url(where) or where))
     if row["finished"]:
         export(start, found, where)
+
+
+def as_elastic(cfg: Any) -> Any:
+    """Return a trainer's config with the defaults of `elastic`, if it has no others."""
+    from axlearn_like.elastic.elastic import Elastic
+
+    return cfg if cfg.elastic is not None else cfg.clone(elastic=Elastic.Config())
+
+
+def supervise(cfg: Any, run: RunOptions, where: Path, members: int, processes: int) -> dict[str, Any]:
+    """Run members of an elastic trainer until they have ended; returns their last metrics, and if they `finished`."""
+    from axlearn_like.config import to_text
+    from axlearn_like.run.directory import RunDirectory
+    from axlearn_like.run.events import EventLog
+    from axlearn_like.run.metrics import read_rows
+    from axlearn_like.run.signals import graceful_stop
+    from axlearn_like.training.opening import ended_before
+
+    if processes > 1:
+        raise UserError(f"--members {members} and --processes {processes}: expected one of them")
+    command = [sys.executable, "-m", "axlearn_like", "train", run.experiment or "", "--run-dir", str(where)]
+    command += ["--members", str(members)]
+    command += [word for name in run.sets for word in ("--set", name)]
+    command += [word for name in run.applied for word in ("--apply", name)]
+    command += [] if run.seed is None else ["--seed", str(run.seed)]
+    command += ["--quiet"] if run.quiet else []
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    with RunDirectory.open(where, to_text(cfg), force=run.force) as opened, graceful_stop() as stop:
+        row = None if opened.forced else ended_before(opened, cfg)
+        if row is not None:
+            return {**row, "finished": True, "before": True}
+        cfg.elastic.supervisor(command, members, EventLog(opened.events_path), say).run(lambda: stop.requested)
+        ends = [row for row in read_rows(opened.events_path) if row["event"] == "train_end"]
+        rows = read_rows(opened.metrics_path)
+        return {**(rows[-1] if rows else {}), "step": ends[-1]["step"], "finished": ends[-1]["reason"] == "done"}
 
 
 def outcome(row: Mapping[str, Any], steps: int, where: Path | str) -> str:
