@@ -50,6 +50,17 @@ def test_no_point_is_left_out_and_each_is_compared_with_the_one_estimate_of_its_
     assert sum("does not fit" in line for line in lines) == 1 and "not compiled" in text
     assert errors({two: report(10.0), one: report(2.21)}) == pytest.approx([10.0 / 11.6 - 1, 10.0 / 12.3 - 1, 0.0])
     assert f"{len(lines)} published times, 3 of them with an estimate, 2 within 15 %" in text
+    held = [step for step in STEPS if step.held_out]
+    assert text.endswith(f"{len(held)} held-out published times, 0 of them with an estimate, 0 within 15 %.")
+    name, seconds = held[0].name, held[0].published[0][1]
+    assert (
+        "1 of them with an estimate, 1 within 15 %"
+        in table({name: report(1.1 * seconds), one: report(2.2)}).splitlines()[-1]
+    )
+    assert (
+        "1 of them with an estimate, 0 within 15 %"
+        in table({name: report(1.2 * seconds), one: report(2.2)}).splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
