@@ -113,11 +113,13 @@ def _checked(recipe: Recipe, machine: str) -> dict[str, Any]:
 
 
 def _sum_up(rows: list[dict[str, Any]]) -> None:
-    """Print how many were compiled, which do not fit, and the peaks beside what was computed."""
+    """Print how many are compiled, how many arithmetic alone, which do not fit, and peaks beside the arithmetic."""
     done = [row for row in rows if row["compiled"] is not None]
     wrong = [f"{row['name']} on {row['machine']['text']}" for row in rows if not row["fits"]]
     fits = sum(row["fits"] for row in done)
-    click.echo(f"{len(done)} compiled, {fits} fit" + "".join(f"; not {one}" for one in wrong))
+    alone = sum(row["fits"] for row in rows) - fits
+    said = f"{len(done)} compiled, {fits} fit" + f"; {alone} fit by arithmetic alone" * bool(alone)
+    click.echo(said + "".join(f"; not {one}" for one in wrong))
     peaks = [max(row["compiled"][s]["needed"] for s in ("train", "score") if s in row["compiled"]) for row in done]
     if shares := sorted(peak / sum(row["holds"].values()) for peak, row in zip(peaks, done, strict=True)):
         click.echo(f"peaks of trainers: {shares[0]:.2f} to {shares[-1]:.2f} of the bytes computed")
