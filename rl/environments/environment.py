@@ -135,11 +135,7 @@ def row_of(problem: Problem, seed: int) -> Row:
 
 
 def checked_observation(value: Any, what: str = "observation") -> Any:
-    """Return an observation; None is none.
-
-    Raises:
-        TypeError: it is neither text nor tokens.
-    """
+    """Return an observation; None is none (TypeError: it is neither text nor tokens)."""
     if value is None or isinstance(value, Ask):
         return value or ""
     if not isinstance(value, str):
@@ -160,9 +156,5 @@ def checked_step(value: Any) -> Step:
 
 
 def checked_figures(value: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
-    """Return figures by name.
-
-    Raises:
-        TypeError: a name is no text, a value no finite number, or there are too many.
-    """
+    """Return figures by name (TypeError: a name is no text, a value no finite number, or there are too many)."""
     return tuple(sorted(check_terms(value).items()))

@@ -171,11 +171,7 @@ class ToolEnvironment(Environment):
         return await outcome_of(lambda: self._opened(call.tool)[0].call(**arguments))
 
     def _checked(self, call: Call) -> dict[str, Any]:
-        """Return the arguments of a call.
-
-        Raises:
-            ArgumentError: it cannot be made.
-        """
+        """Return the arguments of a call (ArgumentError: it cannot be made)."""
         if call.error:
             raise ArgumentError(call.error)
         if call.tool not in self._box.tools:

@@ -14,11 +14,7 @@ _PORT = 8476  # port of libtpu; a part of a host adds the number of its first ch
 
 
 def prepare_process(request: RoleRequest) -> None:
-    """Set what libtpu must know before it is opened.
-
-    Raises:
-        UserError: the chips that the scheduler gave are no slice.
-    """
+    """Set what libtpu must know before it is opened (UserError: the chips that the scheduler gave are no slice)."""
     if request.topology is not None and request.processes == 1 and VISIBLE_CHIPS in os.environ:
         for name in _OLD_BOUNDS:
             os.environ.pop(name, None)

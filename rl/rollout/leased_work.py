@@ -118,11 +118,7 @@ class LeasedWork:
         return figures
 
     def generated(self) -> bool:
-        """Report that its rollouts exist; False if the lease is void.
-
-        Raises:
-            UserError: some did not end by themselves.
-        """
+        """Report that its rollouts exist; False if the lease is void (UserError: some did not end by themselves)."""
         check_whole(self.rollouts)
         self._unsubmitted = self.policy.services.controller.generated(self.lease.id)
         return self._unsubmitted

@@ -108,11 +108,7 @@ def packed(made: PublishedRun) -> bytes:
 
 
 def read_published(path: Path) -> PublishedRun:
-    """Read the file that `publish` wrote, by whomever.
-
-    Raises:
-        UserError: it is another file, damaged, or too large.
-    """
+    """Read the file that `publish` wrote, by whomever (UserError: it is another file, damaged, or too large)."""
     try:
         data = read_bounded(path, LARGE)
     except BoundsError as error:

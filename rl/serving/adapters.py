@@ -48,11 +48,7 @@ class ServedAdapters:
         self._paths[name] = path
 
     def find(self, name: str) -> str | None:
-        """Return the adapter of a model's name, None for the base.
-
-        Raises:
-            ApiError: 404 with the nearest name.
-        """
+        """Return the adapter of a model's name, None for the base (ApiError: 404 with the nearest name)."""
         if name == self._base:
             return None
         if name not in self._paths:

@@ -136,11 +136,7 @@ class TaskMixture(Configurable):
         return found
 
     def problem(self, problem_id: int) -> Problem:
-        """The problem with this id, from either set.
-
-        Raises:
-            KeyError: no problem can have this id.
-        """
+        """The problem with this id, from either set (KeyError: no problem can have this id)."""
         if not 0 <= problem_id < _MAX_ID:
             raise KeyError(f"problem id {problem_id}: ids of a mixture are 0..{_MAX_ID - 1}")
         item, family = divmod(problem_id, len(self._families))

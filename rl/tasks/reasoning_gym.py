@@ -51,11 +51,7 @@ def _imported_later(names: Iterable[str]) -> Iterator[None]:
 
 
 def import_reasoning_gym() -> ModuleType:
-    """The module `reasoning_gym`.
-
-    Raises:
-        ImportError: reasoning-gym itself is not installed.
-    """
+    """The module `reasoning_gym` (ImportError: reasoning-gym itself is not installed)."""
     if "reasoning_gym" in sys.modules:
         return sys.modules["reasoning_gym"]
     try:

@@ -19,11 +19,7 @@ def warm_start_directory(run: RunDirectory) -> Path:
 
 
 def check_warm_start(cfg: Trainer.Config, trainer: PolicyTrainer.Config, devices: Sequence[Any] | None) -> None:
-    """Refuse a supervised phase that does not fit the trainer's processes and devices.
-
-    Raises:
-        UserError: names the field.
-    """
+    """Refuse a supervised phase that does not fit the trainer's processes and devices (UserError: names the field)."""
     if trainer.processes > 1:
         cfg.require("mesh", bool(cfg.mesh), f"axes, such as {{'data': -1}}: {trainer.processes} processes share them")
         devices = devices or trainer.described_devices()

@@ -25,11 +25,7 @@ class InlineVerifier(Closing, Configurable):
     def score(
         self, problem_ids: Sequence[int], answers: Sequence[str], details: Sequence[Details] | None = None
     ) -> list[Score]:
-        """Return one score per answer, in order.
-
-        Raises:
-            ScorerFails: none of many answers could be scored.
-        """
+        """Return one score per answer, in order (ScorerFails: none of many answers could be scored)."""
         scores: list[Score] = []
         for problem_id, part in split(problem_ids, answers, self._by_group):
             scores += score_answers(self._scorer, problem_id, answers[part], [] if details is None else details[part])

@@ -45,11 +45,7 @@ def check_terms(terms: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def number(value: Any, what: str = "the scorer") -> float:
-    """Return a finite number as a float; booleans are 0 and 1, and text is none.
-
-    Raises:
-        NotAReward: it is something else.
-    """
+    """Return a finite number as a float; booleans are 0 and 1, and text is none (NotAReward: it is something else)."""
     if _is_array(value) and (array := np.asarray(value)).size == 1:
         value = array.reshape(-1).tolist()[0]
     if not isinstance(value, numbers.Real | np.bool_ | decimal.Decimal):

@@ -26,11 +26,7 @@ class MessageReader:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Return the messages that are complete now.
-
-        Raises:
-            MalformedMessage: too long, not JSON, or not an object.
-        """
+        """Return the messages that are complete now (MalformedMessage: too long, not JSON, or not an object)."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if (longest := max(map(len, (*lines, self._rest)))) > MAX_REPLY:
             raise MalformedMessage(f"a message of {longest} bytes")

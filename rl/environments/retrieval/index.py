@@ -85,11 +85,7 @@ class TenantIndex:
                 self.rebuild()
 
     def delete(self, ids: Sequence[int] | Array) -> None:
-        """Remove documents, from all tenants.
-
-        Raises:
-            UserError: there is no such document; nothing is removed then.
-        """
+        """Remove documents, from all tenants (UserError: there is no such document; nothing is removed then)."""
         with self._lock:
             state = self._state
             rows = state.find(numbers := np.unique(_numbers(ids, "delete")), "delete")

@@ -54,11 +54,7 @@ class IndexState:
         return cls(np.zeros((0, width), np.float32), np.zeros(0, np.float32), ids, rows, 0, None, {}, ids, rows)
 
     def find(self, ids: Array, what: str) -> Array:
-        """Return the rows of these ids.
-
-        Raises:
-            UserError: there is no such document.
-        """
+        """Return the rows of these ids (UserError: there is no such document)."""
         at = np.searchsorted(self.sorted_ids, ids)
         known = at < len(self.sorted_ids)
         known[known] = self.sorted_ids[at[known]] == ids[known]

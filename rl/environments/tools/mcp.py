@@ -69,11 +69,7 @@ class MCPServer(Configurable):
         return asyncio.run_coroutine_threadsafe(self._answer(ask, deadline_s), self._loop)
 
     def tools(self) -> list[Any]:
-        """Return the tools that the server has now.
-
-        Raises:
-            UserError: it cannot be started, or does not answer.
-        """
+        """Return the tools that the server has now (UserError: it cannot be started, or does not answer)."""
         try:
             return self.call(lambda client: client.list_tools(), self._cfg.start_deadline_s).result().tools
         except ArgumentError as error:

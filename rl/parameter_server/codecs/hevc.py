@@ -68,11 +68,7 @@ class HevcCodec(RowCodec):
 
 
 def load_av() -> Any:
-    """Return PyAV.
-
-    Raises:
-        UserError: it is not installed; names the extra.
-    """
+    """Return PyAV (UserError: it is not installed; names the extra)."""
     try:
         import av
     except ImportError:

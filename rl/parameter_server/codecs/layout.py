@@ -40,11 +40,7 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def from_bytes(codec: str, body: Blob, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """Return a new array with these bytes.
-
-    Raises:
-        WeightsError: the number of bytes is not that of such an array.
-    """
+    """Return a new array with these bytes (WeightsError: the number of bytes is not that of such an array)."""
     array = BUFFERS.empty(shape, dtype)
     check_size(codec, body, array.nbytes, shape, dtype)
     flat_bytes(array)[:] = np.frombuffer(body, np.uint8)
@@ -72,11 +68,7 @@ def add_checksum(blob: np.ndarray) -> memoryview:
 
 
 def strip_checksum(codec: str, blob: Blob) -> memoryview:
-    """Verify the checksum of a blob and return its body.
-
-    Raises:
-        WeightsError: the body does not match the checksum.
-    """
+    """Verify the checksum of a blob and return its body (WeightsError: the body does not match the checksum)."""
     view = memoryview(blob).cast("B")
     body = view[CHECKSUM_NBYTES:]
     if len(view) < CHECKSUM_NBYTES or _CHECKSUM.unpack_from(view)[0] != xxhash.xxh3_64_intdigest(body):

@@ -228,11 +228,7 @@ class LocalShardServer:
 
 
 def view(memory: np.ndarray, offset: int, index_range: IndexRange, dtype: str) -> np.ndarray:
-    """Return the array at an offset of uint8 memory.
-
-    Raises:
-        VersionGone: the memory ends before the array does.
-    """
+    """Return the array at an offset of uint8 memory (VersionGone: the memory ends before the array does)."""
     shape = tuple(stop - start for start, stop in index_range)
     kind = np.dtype(dtype)
     end = offset + int(np.prod(shape, dtype=np.int64)) * kind.itemsize

@@ -67,11 +67,7 @@ class PagePool:
         return self._references[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Hand out `count` free pages with one reference each, all or none.
-
-        Raises:
-            OutOfPages: fewer are free.
-        """
+        """Hand out `count` free pages with one reference each, all or none (OutOfPages: fewer are free)."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > self.free:

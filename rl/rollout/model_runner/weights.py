@@ -103,11 +103,7 @@ class WeightLayout:
         return jax.tree_util.tree_map_with_path(self._stored, self._placed)
 
     def place(self, params: Params) -> Params:
-        """Return the trainer's parameters in this layout.
-
-        Raises:
-            UserError: an array is missing, or has another shape.
-        """
+        """Return the trainer's parameters in this layout (UserError: an array is missing, or has another shape)."""
         self._check(params)
         with jax.set_mesh(self._mesh):
             if self._convert is None:

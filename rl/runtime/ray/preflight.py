@@ -93,11 +93,7 @@ def needed_memory(workers: int, trainers: int = 1) -> int:
 
 
 def check_port(host: str, port: int) -> None:
-    """Check that the parameter server can listen at this address; port 0 is always free.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check that the parameter server can listen at this address; port 0 is always free (UserError: it cannot)."""
     if not port:
         return
     with socket.socket() as probe:

@@ -25,11 +25,7 @@ class SessionHost:
         self._closed = False
 
     def open(self) -> tuple[WarmProcess, Box]:
-        """Fork a box with an interpreter.
-
-        Raises:
-            SandboxError: there is no sandbox.
-        """
+        """Fork a box with an interpreter (SandboxError: there is no sandbox)."""
         with self._lock:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
@@ -134,11 +130,7 @@ class PartialInput:
         self._over = False
 
     def feed(self, code: str) -> None:
-        """Run what is complete with more of the code.
-
-        Raises:
-            Discarded: it did not end by itself.
-        """
+        """Run what is complete with more of the code (Discarded: it did not end by itself)."""
         self.ask({"part": code})
 
     def finish(self, code: str) -> Outcome:

@@ -64,11 +64,7 @@ def decode(value: Any) -> Any:
 
 
 def send(connection: socket.socket, message: Any) -> None:
-    """Send a frame.
-
-    Raises:
-        ValueError: it is too long, or a number has too many digits.
-    """
+    """Send a frame (ValueError: it is too long, or a number has too many digits)."""
     payload = json.dumps(message, separators=(",", ":")).encode()
     if len(payload) > MAX_FRAME:
         raise ValueError(f"{len(payload)} bytes; expected {MAX_FRAME} at most")

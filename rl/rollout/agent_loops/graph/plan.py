@@ -35,11 +35,7 @@ class GraphPlan:
         self.nodes: dict[int, PlanNode] = {}
 
     def add(self, line: str, written: int) -> None:
-        """Add a line.
-
-        Raises:
-            PlanError: it is no line of a plan, its number is taken, or there are too many.
-        """
+        """Add a line (PlanError: it is no line of a plan, its number is taken, or there are too many)."""
         if (found := _LINE.fullmatch(line)) is None:
             raise PlanError(f"plan line {line.strip()[:80]!r}; expected NUMBER (PARENT, PARENT): TEXT")
         number, parents = int(found[1]), tuple(dict.fromkeys(map(int, re.findall(r"\d+", found[2]))))

@@ -50,11 +50,7 @@ class HostTiers(Configurable):
             self.require("codec", not get_codec(self.codec).needs_base, expected)
 
     def __init__(self, cfg: Config):
-        """Open the file, if there is one.
-
-        Raises:
-            UserError: it cannot be made, or there is no such codec.
-        """
+        """Open the file, if there is one (UserError: it cannot be made, or there is no such codec)."""
         self._cfg = cfg
         self.codec = get_codec(cfg.codec)
         self.form = PageForm((), self.codec)

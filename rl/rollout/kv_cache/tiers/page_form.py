@@ -67,11 +67,7 @@ class PageForm:
         return StoredPage.of(b"".join(parts))
 
     def unpack(self, blob: Blob) -> Page:
-        """Return the page of such bytes.
-
-        Raises:
-            WeightsError: they are damaged, or of pages of another form.
-        """
+        """Return the page of such bytes (WeightsError: they are damaged, or of pages of another form)."""
         view, at, arrays = memoryview(blob).cast("B"), 0, []
         try:
             for shape, dtype in self.arrays:

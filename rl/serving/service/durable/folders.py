@@ -52,11 +52,7 @@ class ServiceFolders:
     """Folders below the one of a service's state."""
 
     def __init__(self, root: Path):
-        """Make the folder, and remove what a killed service was writing.
-
-        Raises:
-            UserError: another service uses it.
-        """
+        """Make the folder, and remove what a killed service was writing (UserError: another service uses it)."""
         self.root = root
         self.adapters = root / "adapters"
         self.adapters.mkdir(parents=True, exist_ok=True)
@@ -128,11 +124,7 @@ class ServiceFolders:
 
 
 def encoded(name: str) -> str:
-    """Return a name as one part of a path.
-
-    Raises:
-        ServiceError: it is empty, or too long.
-    """
+    """Return a name as one part of a path (ServiceError: it is empty, or too long)."""
     text = quote(name, safe="").replace(".", "%2E")
     if not 0 < len(text) <= _LONGEST:
         raise ServiceError(f"the name {name[:60]!r} is empty or longer than a file's can be")

@@ -62,11 +62,7 @@ class RequestJournal:
     """A file of records, in the order of `append`. Any thread may call its methods."""
 
     def __init__(self, path: Path):
-        """Open or create the file.
-
-        Raises:
-            JournalDamaged: a record in the middle is not what was written.
-        """
+        """Open or create the file (JournalDamaged: a record in the middle is not what was written)."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         data = path.read_bytes() if path.exists() else b""

@@ -55,11 +55,7 @@ class OpenAIRoutes:
         return {"object": "list", "data": cards}
 
     async def answer(self, tenant: str, body: Any, *, chat: bool) -> dict[str, Any]:
-        """Return the body of a response.
-
-        Raises:
-            ApiError: names the field at fault.
-        """
+        """Return the body of a response (ApiError: names the field at fault)."""
         model = body.get("model") if isinstance(body, dict) else None
         if isinstance(model, str) and model.startswith("tinker://"):
             body = {**body, "model": self._service.base.name}

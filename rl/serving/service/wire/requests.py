@@ -94,11 +94,7 @@ def lora_spec(value: Any, model: str, base: BaseFacts) -> LoraSpec:
 
 
 def adam_params(fields: Fields) -> AdamParams:
-    """Return the settings of an optimizer step; the slots have their limits.
-
-    Raises:
-        ApiError: names the field.
-    """
+    """Return the settings of an optimizer step; the slots have their limits (ApiError: names the field)."""
     fields.refuse("optimizer_params", (), "; this service has AdamW (adam_params) alone")
     settings, most = Fields(fields.take("adam_params") or {}, "adam_params"), float(2**100)
     found = {field.name: settings.take_number(field.name, -most, most) for field in dataclasses.fields(AdamParams)}
@@ -113,11 +109,7 @@ def save_state(fields: Fields, kind: SavedKind, seq: int) -> SaveState:
 
 
 def sample_request(fields: Fields, base: BaseFacts) -> tuple[Request, PromptScores]:
-    """Return the request of an `asample` body, and what it wants to know of its prompt.
-
-    Raises:
-        ApiError: names the field.
-    """
+    """Return the request of an `asample` body, and what it wants to know of its prompt (ApiError: names the field)."""
     tokens = _prompt(fields.take("prompt"), base)
     wanted = Fields(fields.take("sampling_params") or {}, "sampling_params")
     temperature = wanted.take_number("temperature", 0.0, 100.0)

@@ -83,11 +83,7 @@ class Tenants:
     # ---- sessions
 
     def open_session(self, tenant: str) -> str:
-        """Return the id of a new session.
-
-        Raises:
-            ServiceBusy: the tenant has too many.
-        """
+        """Return the id of a new session (ServiceBusy: the tenant has too many)."""
         if sum(owner == tenant for owner, _ in self._seen) >= _MOST_SESSIONS:
             raise ServiceBusy(f"{_MOST_SESSIONS} sessions of yours are open", retry_after=60)
         nonce = secrets.token_hex(6)

@@ -24,11 +24,7 @@ _TOKEN = re.compile(r"(?:\s|\\[,;!: ])+|(\d+(?:\.\d+)?|\.\d+|\\[A-Za-z]+|[A-Za-z
 
 
 def tokens_of(text: str) -> list[str]:
-    """Return the tokens of an expression.
-
-    Raises:
-        Unclear: a sign is of no expression, or the text is too long or too deep.
-    """
+    """Return the tokens of an expression (Unclear: a sign is of no expression, or the text is too long or too deep)."""
     if len(text) > _LONGEST:
         raise Unclear
     text = re.sub(r"\\(?:operatorname|mathrm|text|mathbf|mathit)\s*\{\s*([A-Za-z]+)\s*\}", _named, text)
