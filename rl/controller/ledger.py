@@ -262,7 +262,6 @@ class Ledger:
 
 
 def _standing(item: WorkItem, now: float | None) -> str:
-    """Describe the state of a work item that is not verified."""
     if item.state == "pending":
         return f"work item {item.index} (not leased)"
     since = "" if now is None else f", {now - item.leased_at:.0f} s since the lease"

@@ -217,7 +217,6 @@ class PromptPool(Configurable):
             self._records = {problem: record for problem, record in self._records.items() if problem in kept}
 
     def _plan(self, step: int) -> None:
-        """Choose the problems of a step."""
         rng = np.random.default_rng(derived_seed("pool", self.cfg.seed, step))
         taken = {choice.number for plan in self._plans.values() for choice in plan if choice.draw}
         plan: list[ChosenProblem] = []

@@ -25,7 +25,6 @@ def count_hosts(roles: Iterable[tuple[int, RoleDevices]]) -> int:
 
 
 def _packed(instances: list[tuple[float, int]], room: float) -> int:
-    """Return the number of hosts with this room for all instances: the largest part first, where it fits first."""
     left: list[float] = []
     for each, hosts in sorted(instances, reverse=True):
         fitting = [host for host, free in enumerate(left) if free >= each - _FULL][:hosts]

@@ -212,8 +212,6 @@ class BroadcastScheduler:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Source:
-    """Worker that serves its peers."""
-
     name: str
     order: int  # order of becoming a source
     load: int = 0  # current readers

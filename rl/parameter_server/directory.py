@@ -294,7 +294,6 @@ class Directory:
                 self._restoring.discard(key)
 
     def _used(self) -> set[int]:
-        """Return the keys of versions, held or in progress."""
         held = {manifest.key for manifest in self._versions.values()}
         return {*held, *self._attempts.keys(), *self._offloading, *self._restoring}
 

@@ -215,7 +215,6 @@ class RolloutEngine(Configurable):
         self.scheduler.kv_cache.forget_adapter(self._slots.drop(name).key)
 
     def _ended(self, group: SequenceGroup) -> None:
-        """Tell the sources of drafts that a request has ended."""
         self.earlier.forget(group)
         if self.speculation is not None:
             self.speculation.remember(group)

@@ -30,7 +30,6 @@ class LeasedWork:
     """
 
     def __init__(self, lease: Lease, policy: WorkerPolicy[Any], worker: str):
-        """Take a lease of a policy into the hands of the worker of this name."""
         if (episodes := policy.features.episodes) is not None:
             lease = dataclasses.replace(lease, partial=episodes.continuable(lease.partial))
         self.lease, self.policy, self._worker = lease, policy, worker

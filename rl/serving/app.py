@@ -159,7 +159,6 @@ class App:
             self._end(job, status)
 
     async def _collect(self, job: "_Job") -> list[RequestOutput]:
-        """Return the results of all requests, in order."""
         found: dict[int, RequestOutput] = {}
         while len(found) < len(job.stream.requests):
             event = await self._next(job)

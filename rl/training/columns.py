@@ -129,7 +129,6 @@ class Routing(TokenColumn):
     with_prompts, scored, of_any_model = True, True, False
 
     def __init__(self, layout: RoutingLayout):
-        """Take what a record is made of."""
         self.shape = layout.shape
 
     @override

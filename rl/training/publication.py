@@ -153,7 +153,6 @@ class Publication:
         self._push = CoordinatedPush(push, self._publisher, self._group)
 
     def _newest_copy(self) -> Snapshot | None:
-        """Return the newest version that this process has copied, which has the frozen parameters; None: none yet."""
         if self._push is not None:
             return self._push.snapshot()
         return self._recent[-1] if self._recent else None

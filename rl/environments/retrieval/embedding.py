@@ -20,7 +20,6 @@ class Embedder(Configurable, abc.ABC):
         pass
 
     def __init__(self, cfg: Any):
-        """Store the config."""
         self.cfg = cfg
 
     def embed(self, texts: Sequence[str]) -> Array:

@@ -48,8 +48,6 @@ class PythonTool(Tool):
 
 
 class _Interpreter(Tool):
-    """The interpreter of an episode."""
-
     def __init__(self, session: InterpreterSession):
         self._session = session
 

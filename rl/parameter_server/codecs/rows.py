@@ -104,7 +104,6 @@ def _added(mean: float, means: np.ndarray) -> np.ndarray | float:
 
 
 def _columns_of(shape: Sequence[int]) -> int:
-    """Return the columns of an array of this shape, at least one."""
     return max(1, shape[-1]) if shape else 1
 
 

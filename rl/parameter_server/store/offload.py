@@ -207,7 +207,6 @@ class OffloadStore:
         return np.frombuffer(found.value, np.dtype(record.dtype)).reshape(shape_of(record.index_range))
 
     def _keys(self) -> list[tuple[int, str]]:
-        """Return version and name of all objects."""
         keys = self._wait("list", "all objects", self._store.list())
         found = (re.fullmatch(r"v(\d+)/(\w+)", key.decode(errors="replace")) for key in keys)
         return [(int(match[1]), match[2]) for match in found if match]

@@ -153,7 +153,6 @@ class RpcServer:
             thread.start()
 
     def _shut_overdue(self) -> None:
-        """Shut connections whose clients have not authenticated in time, and the oldest if there are too many."""
         now = time.monotonic()
         with self._lock:
             surplus = len(self._arriving) - MAX_UNAUTHENTICATED + 1

@@ -109,7 +109,6 @@ class EpisodeLoop:
 
 
 def _given(seen: str | Ask, text: Turns, completion: Completion) -> list[int]:
-    """Return the tokens of an observation."""
     if not isinstance(seen, Ask):
         return text.observation(seen)
     before = np.concatenate([completion.prompt, completion.output_tokens])
@@ -119,7 +118,6 @@ def _given(seen: str | Ask, text: Turns, completion: Completion) -> list[int]:
 
 
 def _messages(seen: str | Ask, cfg: Environment.Config) -> tuple[Mapping[str, Any], ...]:
-    """Return an observation as messages."""
     if isinstance(seen, Ask):
         return seen.messages
     return ({"role": cfg.role(), "content": seen},) if seen else ()
@@ -134,6 +132,5 @@ def _limits(seen: str | Ask, cfg: Environment.Config) -> tuple[int | None, tuple
 
 
 def _drawn(whole: Rollout, first: int, reason: FinishReason) -> Rollout:
-    """Return the last action of a rollout, which begins at token `first`."""
     cut = {name: getattr(whole, name)[first:] for name in ("tokens", "logprobs", "versions", "action_mask")}
     return dataclasses.replace(whole, finish_reason=reason, routing=None, candidate_tokens=None, **cut)

@@ -159,7 +159,6 @@ class PrefixCache:
         return len(dropped)
 
     def _blocks(self, tokens: np.ndarray) -> Iterator[bytes]:
-        """Return the bytes of each full page of tokens."""
         ids = np.ascontiguousarray(tokens, dtype=np.int32)
         if ids.ndim != 1 or (ids is not tokens and not np.array_equal(ids, tokens)):
             raise ValueError("tokens are not a vector of int32")

@@ -13,7 +13,6 @@ class RoutingRecord:
     """Experts [tokens, layers with experts, top_k] of a sequence, from its first token on."""
 
     def __init__(self, experts: np.ndarray | None = None):
-        """Begin with these, or with none."""
         self._room = experts  # room of the record's length or more
         self._size = 0 if experts is None else len(experts)
 

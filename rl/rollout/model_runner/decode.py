@@ -172,7 +172,6 @@ def outcome(
 
 
 def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, candidates: int | None) -> dict[str, Any]:
-    """Return what a dispatch begins with."""
     size = batch.feed.shape[0]
     return {
         "step": jnp.int32(0),

@@ -148,7 +148,6 @@ class ModelRunner:
         self.params = params
 
     def _with_adapters(self, params: Any) -> Any:
-        """Return the arrays of the model: the parameters, and the bank of adapters if there is one."""
         return params if self.bank is None else (params, self.bank.arrays)
 
     # ---- memory

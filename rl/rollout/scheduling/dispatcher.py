@@ -263,7 +263,6 @@ class Dispatcher:
             self._speculation.refuse(sequence)
 
     def _fail_not_finite(self, sequence: Sequence) -> None:
-        """Fail a request whose logits are not numbers, and cache nothing of it."""
         for one in sequence.group.sequences:
             one.spoil_cache()
         self._lifecycle.fail(

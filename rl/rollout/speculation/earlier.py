@@ -49,7 +49,6 @@ class _Cost:
 
     @property
     def each(self) -> float:
-        """Seconds of one."""
         return self.seconds / self.count if self.count else math.inf
 
 

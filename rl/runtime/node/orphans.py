@@ -34,7 +34,6 @@ def find_orphans(run: RunDirectory) -> list[psutil.Process]:
 
 
 def _is_orphan(process: psutil.Process, actors: set[int], groups: set[int]) -> bool:
-    """Return True for a Ray process of this run, by its pid or process group, that has lost what started it."""
     try:
         named = " ".join(process.cmdline()).startswith("ray::")
         mine = named and (process.pid in actors or os.getpgid(process.pid) in groups)

@@ -57,7 +57,6 @@ class _Observer:
 
     @property
     def step(self) -> int:
-        """Completed updates."""
         self._logs.updated()
         return self._logs.step
 

@@ -109,7 +109,6 @@ class Roles:
     """
 
     def __init__(self, cfg: RLExperiment.Config, start: Callable[[str, str], Any]):
-        """Start all actors by `start(kind, name)`."""
         self.services = {name: start("parameter_server", name) for name in server_names(cfg)}
         self.services |= {kind: start(kind, kind) for kind in ("controller", "verifier")}
         self.loops: dict[str, Any] = {}

@@ -141,7 +141,6 @@ class Look(NamedTuple):
 def _forward(
     cfg: RLExperiment.Config, run: RunDirectory, update: int, look: Look
 ) -> tuple[UpdateTrace, WatchedBatches]:
-    """Make the updates up to this one; returns its trace, and the source that has its batch."""
     watched: list[WatchedBatches] = []
 
     def around(controller: Any) -> Any:

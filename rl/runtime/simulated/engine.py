@@ -192,7 +192,6 @@ class SimulatedEngine:
         return len(found) >= _wanted(request)
 
     def _take(self, row: _Row) -> None:
-        """Take the tokens of a row out of the cache."""
         row.draw(self._steps, self.version)
         self._context -= row.count + len(row.request.prompt.tokens)
 

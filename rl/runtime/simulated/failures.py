@@ -98,7 +98,6 @@ def in_zone(zone: int, workers: int, zones: int) -> list[str]:
 
 
 def _of_counts(counts: Counts, workers: Sequence[str]) -> list[Failure]:
-    """Return the failures by which as many workers are there as a trace says; the last ones go first."""
     found, before = list[Failure](), len(workers)
     for time, there in workers_there(counts, len(workers)):
         found += [Failure(time, name, "gone") for name in workers[there:before]]

@@ -133,7 +133,6 @@ def replayed_ettr(run: Path, failures: Sequence[Failure]) -> dict[str, Any]:
 
 
 def _time_of(simulation: Simulation, step: int) -> float:
-    """Return the seconds to the last time that an update was made."""
     began = simulation.clock.wall() - simulation.clock()
     return max((row["time"] - began for row in simulation.trainer_log.rows if row["step"] == step), default=0.0)
 

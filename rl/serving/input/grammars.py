@@ -168,7 +168,6 @@ def _json(value: Any, path: str) -> _Source:
 
 
 def _choice(value: Any, path: str) -> _Source:
-    """Return the grammar of several texts."""
     if not isinstance(value, list) or not 0 < len(value) <= _MAX_CHOICES or not all(text(one, path) for one in value):
         raise bad_field(path, f"expected an array of 1 to {_MAX_CHOICES} texts, none of them empty")
     return _Source(path, "lark", "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))

@@ -170,7 +170,6 @@ def _token_ids(value: Any, path: str, context: ServingContext) -> np.ndarray:
 
 
 def _checked_ids(value: Any, path: str, context: ServingContext) -> list[int]:
-    """Return token ids as they are."""
     size = context.tokenizer.vocab_size
     if not isinstance(value, list):
         raise bad_field(path, f"got {shown(value)}; expected an array of token ids from 0 to {size - 1}")

@@ -99,8 +99,6 @@ class Answer:
 
 
 class _Choice:
-    """One completion as it grows."""
-
     def __init__(self, index: int, generation: GenerationJob, tokenizer: Tokenizer):
         self.index, self.count = index, 0
         self._sent = 0  # calls in chunks so far
@@ -116,7 +114,6 @@ class _Choice:
         self._calls = None if style is None else CallStream(style, generation.tools)
 
     def whole(self, rollout: Rollout, scores: TokenScores | None, of_prompt: TokenScores | None) -> Json:
-        """Return the choice of a response that is no stream."""
         said, logprobs = self._push(rollout.tokens, rollout.logprobs, scores, of_prompt)
         said += self._text.finish()
         body: Json = {"text": self._echoed + said}
@@ -128,12 +125,10 @@ class _Choice:
         return self._with_ids(body, rollout.tokens)
 
     def prompt_logprobs(self, scores: TokenScores | None) -> list[Json | None]:
-        """Return those of the prompt's tokens."""
         writer = LogprobWriter(self._tokenizer, self._generation.prompt_logprobs or 0)
         return writer.prompt(self._prompt, scores)
 
     def echo(self) -> Json:
-        """Return the choice of a chunk that is the prompt."""
         return self._piece({"content": self._echoed}, None, None)
 
     @property
@@ -141,7 +136,6 @@ class _Choice:
         return self._generation.echo[self.index // self._generation.samples] if self._generation.echo else ""
 
     def more(self, tokens: np.ndarray, logprobs: np.ndarray, scores: TokenScores | None = None) -> Json | None:
-        """Return the choice of a chunk; None if there is nothing to send yet."""
         said, written = self._push(tokens, logprobs, scores)
         body = self._body(said)
         if not body and (written is None and not self._generation.token_ids or not len(tokens)):
@@ -149,7 +143,6 @@ class _Choice:
         return self._with_ids(self._piece(body, written, None), tokens)
 
     def end(self, rollout: Rollout) -> list[Json]:
-        """Return the choices with the text that was held back, and with the finish reason."""
         rest = self._body(self._text.finish(), final=True)
         reason = self._reason(rollout)
         if not self._generation.chat:

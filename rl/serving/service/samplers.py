@@ -32,7 +32,6 @@ class OpenSamplers:
     """Samplers by id. Any thread may call its methods."""
 
     def __init__(self, queue: SamplingQueue, folders: ServiceFolders, journal: RequestJournal):
-        """Begin without samplers."""
         self._queue, self._folders, self._journal = queue, folders, journal
         self._lock = threading.RLock()
         self._open: dict[str, SamplerEntry] = {}

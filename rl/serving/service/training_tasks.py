@@ -257,7 +257,6 @@ class TrainingTasks:
         write_state(file, self._slots.state(model), {"seq": seq}, base=self._base, optimizer=optimizer)
 
     def _snapshot(self, model: str, seq: int) -> None:
-        """Write a model's state; what is older than the snapshot before it is not needed any more."""
         self._steps[model] = 0
         if not (file := self._folders.snapshot(model, seq)).exists():
             self._write(file, model, seq)
@@ -269,7 +268,6 @@ class TrainingTasks:
                 self._journal.compact(self.needs)
 
     def _drop(self, model: str) -> None:
-        """Forget a model that has no slot."""
         self._journal.append(make_record("gone", model=model))
         self._folders.remove_model(model)
         self._steps.pop(model, None)

@@ -32,7 +32,6 @@ class RolloutValues(Configurable, abc.ABC):
     separate: bool = True  # True if `update` makes updates of its own; else the values are learned in the policy's
 
     def __init__(self, sizes: PaddedRows):
-        """Take the greatest numbers of tokens, and of what the rows of a batch are a multiple."""
         self._length, self._sizes = row_length(sizes.max_prompt_tokens, sizes.max_new_tokens), sizes
 
     @abc.abstractmethod

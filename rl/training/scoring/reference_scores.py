@@ -69,7 +69,6 @@ class RemoteReference:
     """The reference role: it scores a microbatch while the trainer fills the next one, or computes gradients."""
 
     def __init__(self, source: ReferenceSource, cfg: Reference.Config):
-        """Take the role, and the config of its policy."""
         self._source, self._cfg = source, cfg
         self._threads = ThreadPoolExecutor(_AT_ONCE, "reference")
         self._waited = 0.0

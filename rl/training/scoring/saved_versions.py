@@ -14,7 +14,6 @@ class SavedVersions:
     """Versions in a folder of their own, since the trainer removes its older checkpoints. Files are linked."""
 
     def __init__(self, checkpoints: Path, folder: Path):
-        """Take the trainer's checkpoints, and the folder for what is kept of them."""
         self._checkpoints, self._folder = checkpoints, folder
 
     def path(self, version: int) -> Path:

@@ -28,7 +28,6 @@ class CriticUpdates(BatchObserver):
     """Updates of a critic, where it makes some of its own, and figures about its values."""
 
     def __init__(self, critic: RolloutValues):
-        """Take the critic."""
         self._critic = critic
 
     def rollouts(self, headers: Sequence[GroupHeader], version: int) -> list[RolloutIndex]:
@@ -47,7 +46,6 @@ class LogprobComparison(BatchObserver):
     """Comparison of trainer and sampler log-probabilities by every n-th batch whose tokens are of one version."""
 
     def __init__(self, diff: LogprobDiff, publication: Publication, every: int):
-        """Take what compares, the versions of the policy, and n."""
         self._diff, self._publication, self._every = diff, publication, every
 
     def rollouts(self, headers: Sequence[GroupHeader], version: int) -> list[RolloutIndex]:

@@ -28,7 +28,6 @@ class TakeStep:
     """Batches of the controller, the same in all processes, which make all calls together."""
 
     def __init__(self, source: BatchSource, group: ProcessGroup):
-        """Take the controller, and the processes of the trainer."""
         self._source, self._group = source, group
         self._plan: Mapping[str, Any] | None = None  # state after the last batch; empty: there is none in this run
 

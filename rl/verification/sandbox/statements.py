@@ -28,7 +28,6 @@ class InputProgram:
     """One input, on the names of a session."""
 
     def __init__(self, space: dict[str, Any]):
-        """Take standard output, until the text of the output is asked for."""
         self._space = space
         self._printed = io.StringIO()
         self._stdout, sys.stdout = sys.stdout, self._printed
@@ -97,7 +96,6 @@ class InputProgram:
                 self._show(error)
 
     def _text(self) -> str:
-        """Return what was printed, and the last value."""
         try:
             if self._value is not None and not self._failed:
                 print(repr(self._value))

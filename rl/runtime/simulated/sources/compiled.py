@@ -53,7 +53,6 @@ class _RolePrograms:
         self._role, self._known = role, cfg.programs(devices.compilable()[:count])
 
     def program(self, name: str) -> Program:
-        """Return a program by its name."""
         return self._known[name]()
 
     def seconds(self, name: str) -> float:
