@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from mesh import UserError
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.dispatches import Dispatch, largest_dispatches, run_dispatches
+from rl.rollout.model_runner.dispatches import Dispatch, largest_dispatches
 from rl.rollout.model_runner.runner import ModelRunner
 
 
@@ -16,12 +16,6 @@ def engine_dispatches(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[M
     """Return the engine's mesh, and the dispatches that it runs, of each kind the largest."""
     runner = described_runner(cfg, devices)
     return runner.mesh, largest_dispatches(runner)
-
-
-def programs_of_run(cfg: RolloutEngine.Config, devices: Items[Any]) -> tuple[Mesh, list[Dispatch]]:
-    """Return the mesh of a run's engine, which is one device if it is {}, and the dispatches that it makes."""
-    runner = ModelRunner(cfg, devices if cfg.mesh else devices[:1])
-    return runner.mesh, run_dispatches(runner)
 
 
 def described_runner(cfg: RolloutEngine.Config, devices: Items[Any]) -> ModelRunner:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
-from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill, stop_columns
+from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.shapes.buckets import halvings
 from rl.rollout.model_runner.shapes.listed import Rules, Shape
@@ -62,34 +62,6 @@ def largest_dispatches(runner: ModelRunner) -> list[Dispatch]:
         Dispatch("decode", partial(trace_decode, every_rule), rows, plain=False),
         *(Dispatch("verify", partial(_trace_drafts, runner, one), one) for one in drafted),
         *_page_dispatches(runner, [COPIES]),
-    ]
-
-
-def run_dispatches(runner: ModelRunner) -> list[Dispatch]:
-    """Return the dispatches of a run: prefill of its prompts, decoding with its sampler for any number of rows, pages.
-
-    Not those of sequences that are prefilled again behind their prompts, which need wider windows on CPUs and GPUs.
-    """
-    cfg, steps, pool = runner.cfg, runner.steps, runner.cache.pool
-    simple, stops = plain(cfg.sampler), stop_columns(len(cfg.stop_tokens))
-
-    def trace_prefill(rows: int, chunk: int, width: int) -> Any:
-        return steps.prefill.trace(runner.params, pool, pack_prefill([], rows, chunk, width // runner.page_size))
-
-    def trace_decode(rows: int) -> Any:
-        batch = dataclasses.replace(
-            _empty_batch(runner, [cfg.sampler] * rows), stop=np.full((rows, stops), -1, np.int32)
-        )
-        windows = runner.cache.windows(rows, tiled=batch.shared is not None)
-        return steps.decode.trace(runner.params, pool, windows, batch, np.int32(1), plain=simple, chunk=1)
-
-    shapes = runner.buckets.prefill_shapes(max(1, cfg.max_prompt_tokens - 1))  # the last token is fed
-    drafted = _draft_rows(runner) if simple else []
-    return [
-        *(Dispatch("prefill", partial(trace_prefill, *shape), *shape[:2]) for shape in shapes),
-        *(Dispatch("decode", partial(trace_decode, rows), rows, plain=simple) for rows in runner.buckets.all_rows),
-        *(Dispatch("verify", partial(_trace_drafts, runner, rows), rows) for rows in drafted),
-        *_page_dispatches(runner, halvings(COPIES, LEAST_COPIES)),
     ]
 
 

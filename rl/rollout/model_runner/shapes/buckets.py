@@ -32,7 +32,7 @@ class Buckets:
         """
         self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens
-        self._rows = halvings(max_num_seqs, _LEAST_ROWS)
+        self.all_rows = halvings(max_num_seqs, _LEAST_ROWS)  # rows of dispatches without drafts, the most first
         self.few_rows = halvings(max_num_seqs, 1)  # rows of dispatches with drafts, the most first
         self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
         widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
@@ -43,17 +43,12 @@ class Buckets:
         """Keys of the widest window."""
         return self._widths[-1]
 
-    @property
-    def all_rows(self) -> list[int]:
-        """Rows of the decoding dispatches without drafts, the most first."""
-        return self._rows
-
     def rows(self, count: int, *, with_drafts: bool = False) -> int:
         """Return the rows of a decoding dispatch of so many sequences.
 
         With drafts there are sizes below the least one too: the fewer rows, the more tokens of each are verified.
         """
-        return bucket(count, self.few_rows if with_drafts else self._rows)
+        return bucket(count, self.few_rows if with_drafts else self.all_rows)
 
     def groups(self, rows: int) -> list[int]:
         """Return the rows of each window of a dispatch (see contexts/window.py).
@@ -63,7 +58,7 @@ class Buckets:
         """
         if not self._grouped or self.widest <= 2 * KEY_BLOCK:
             return [rows]
-        sizes = [size for size in reversed(self._rows) if size <= rows] or [rows]
+        sizes = [size for size in reversed(self.all_rows) if size <= rows] or [rows]
         return [sizes[0], *(after - before for before, after in itertools.pairwise(sizes))]
 
     def min_alive_rows(
@@ -75,7 +70,7 @@ class Buckets:
         ended. `sizes`: rows of the dispatches that there are, unless all are.
         """
         if sizes is None:
-            sizes = self.few_rows if with_drafts else self._rows
+            sizes = self.few_rows if with_drafts else self.all_rows
         smaller = max((rows for rows in sizes if rows < count), default=0)
         return max(1, smaller + 1, count - count // 8 if waiting else 0)
 
@@ -91,16 +86,6 @@ class Buckets:
     def prefill_rows(self, count: int, chunk: int) -> int:
         """Return the rows of a prefill of so many sequences."""
         return bucket(count, halvings(max(1, self._prefill_tokens // chunk), 1))
-
-    def prefill_shapes(self, longest: int) -> list[tuple[int, int, int]]:
-        """Return (rows, chunk, keys of the window) of all prefills of sequences of up to so many tokens."""
-        found: list[tuple[int, int, int]] = []
-        for shorter, chunk in itertools.pairwise([0, *self.chunks]):
-            if shorter < longest:
-                least, most = self.width(shorter + 1), self.width(longest)
-                rows = halvings(max(1, self._prefill_tokens // chunk), 1)
-                found += [(n, chunk, width) for n in rows for width in self._widths if least <= width <= most]
-        return found
 
     def reach(self, sequence: Sequence) -> int:
         """Return the tokens of the sequence at the end of a dispatch."""
