@@ -32,15 +32,11 @@ _TLS_RECORD = 1 << 14
 
 
 class TransportError(Exception):
-    """The connection is unusable.
-
-    Attributes:
-        stalled: the connection is open, but made no progress within the timeout.
-    """
+    """The connection is unusable."""
 
     def __init__(self, message: str, *, stalled: bool = False):
         super().__init__(message)
-        self.stalled = stalled
+        self.stalled = stalled  # the connection is open, but made no progress within the timeout
 
 
 def encode_header(header: dict[str, Any]) -> bytes:

@@ -36,15 +36,11 @@ Handle = Callable[[str, Fields, "Body"], tuple[Fields, Sequence[Buffer]] | Field
 
 
 class Body:
-    """Bytes that came with a request, to be read at most once, in order.
-
-    Attributes:
-        nbytes: bytes of the whole body.
-    """
+    """Bytes that came with a request, to be read at most once, in order."""
 
     def __init__(self, connection: Connection, nbytes: int):
         self._connection, self._left = connection, nbytes
-        self.nbytes = nbytes
+        self.nbytes = nbytes  # bytes of the whole body
 
     def read_into(self, *memory: Buffer) -> None:
         """Fill these writable buffers, one after the other, with the next bytes. ValueError if fewer are left."""

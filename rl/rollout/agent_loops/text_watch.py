@@ -20,17 +20,13 @@ class TextReader(Protocol):
 
 
 class TextWatch:
-    """Watch by a reader of text. Bytes that are no character yet wait for the next ones.
-
-    Attributes:
-        why: reason for which the reader has ended the draw; "": it has not.
-    """
+    """Watch by a reader of text. Bytes that are no character yet wait for the next ones."""
 
     def __init__(self, tokenizer: Tokenizer, reader: TextReader):
         self._tokenizer, self._reader = tokenizer, reader
         self._tokens: list[int] = []
         self._read, self._length = 0, 0  # tokens whose text was read, and its characters
-        self.why = ""
+        self.why = ""  # reason for which the reader has ended the draw; "": it has not
 
     def feed(self, tokens: Sequence[int]) -> Abort | None:
         """Read tokens; the draw is kept up to the token in which the reader finds that it can only fail."""

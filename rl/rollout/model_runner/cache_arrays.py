@@ -20,12 +20,7 @@ _WindowKey = tuple[int, int, bool]  # index of the group or tile, its rows, True
 
 
 class CacheArrays:
-    """The page pool and the windows of one model runner. Its mesh is in force where arrays are made.
-
-    Attributes:
-        pool: the pages of all layers; None after `drop`.
-        layers: number of layers of the model.
-    """
+    """The page pool and the windows of one model runner. Its mesh is in force where arrays are made."""
 
     def __init__(
         self, cfg: EngineConfig[Any], model: Any, buckets: Buckets, *, kernel: bool, in_pages: bool, expanded: bool
@@ -38,7 +33,7 @@ class CacheArrays:
             in_pages: decoding reads the pages themselves, so there are no windows.
             expanded: the keys of all heads are cached; otherwise the latents of a model that has them.
         """
-        self.layers: int = model.num_layers
+        self.layers: int = model.num_layers  # number of layers of the model
         self._cfg, self._buckets, self._kernel, self._in_pages = cfg, buckets, kernel, in_pages
         self._dtype = model.dtype
         self._cache_shape: tuple[int, int] = model.cache_shape  # heads and width
@@ -51,7 +46,7 @@ class CacheArrays:
         self._keys = -(-cfg.longest // step) * step  # keys of a window
         self._windows: dict[_WindowKey, list[Any]] = {}
         self._described: Mesh | None = None
-        self.pool: Any = None
+        self.pool: Any = None  # the pages of all layers; None after `drop`
 
     def drop(self) -> None:
         """Give back the memory of pages and windows."""

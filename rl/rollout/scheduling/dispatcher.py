@@ -39,11 +39,7 @@ class Drawing:
 
 
 class Dispatcher:
-    """Dispatches of what the scheduler chooses, and what the sequences get from them.
-
-    Attributes:
-        moves: pages on their way between device and host.
-    """
+    """Dispatches of what the scheduler chooses, and what the sequences get from them."""
 
     def __init__(
         self,
@@ -62,7 +58,7 @@ class Dispatcher:
         self._keys = dict.fromkeys(counted, 0)
         self._seconds = dict.fromkeys(("host", "device"), 0.0)
         self._block_ends = executor.runner.cache.block_ends
-        self.moves = PageMoves(executor, scheduler.kv_cache)
+        self.moves = PageMoves(executor, scheduler.kv_cache)  # pages on their way between device and host
 
     def stats(self) -> dict[str, float]:
         """Return counts since the start, and seconds by use."""

@@ -12,17 +12,12 @@ Swap = Literal["keep_cache", "recompute", "drain"]  # handling of running sequen
 
 
 class InstalledPolicy:
-    """Weights in place.
-
-    Attributes:
-        version: version of the weights in place, or -1.
-        approximations: tags for rollouts drawn with them.
-    """
+    """Weights in place."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, lifecycle: Lifecycle):
         self._executor, self._scheduler, self._lifecycle = executor, scheduler, lifecycle
-        self.version = -1
-        self.approximations: tuple[str, ...] = ()
+        self.version = -1  # version of the weights in place, or -1
+        self.approximations: tuple[str, ...] = ()  # tags for rollouts drawn with them
         self._next: tuple[PlacedWeights, int] | None = None
 
     def check(self, version: int, *, rewind: bool) -> None:

@@ -9,12 +9,7 @@ from rl.runtime.policies.runs import policy_runs
 
 
 class RunLogs:
-    """Metrics and events of a run, read as they are written.
-
-    Attributes:
-        pids: newest process of each role.
-        left: roles that shut down on SIGTERM and have not restarted.
-    """
+    """Metrics and events of a run, read as they are written."""
 
     def __init__(self, cfg: RLExperiment.Config, run: RunDirectory):
         """Begin with the metrics so far, and with the events from now on."""
@@ -24,8 +19,8 @@ class RunLogs:
         self._metrics = {part.name: JsonlTail(part.run.metrics_path) for part in parts}
         self._steps = dict.fromkeys(self._metrics, 0)  # completed updates of each policy
         self._reported: set[str] = set()  # waits that were reported since the last update
-        self.pids: dict[str, int] = {}
-        self.left: set[str] = set()
+        self.pids: dict[str, int] = {}  # newest process of each role
+        self.left: set[str] = set()  # roles that shut down on SIGTERM and have not restarted
         self.updated()
 
     @property

@@ -157,13 +157,9 @@ def _signals_kept() -> Iterator[None]:
 
 
 class SessionLost(Exception):
-    """A process of Ray itself has died: this session cannot be used any more.
+    """A process of Ray itself has died: this session cannot be used any more."""
 
-    Attributes:
-        step: updates completed before.
-    """
-
-    step = 0
+    step = 0  # updates completed before
 
 
 class SessionHealth:

@@ -20,15 +20,11 @@ Json = dict[str, Any]
 
 
 class ServiceError(UserError):
-    """A request that fails, and whose fault it is.
-
-    Attributes:
-        category: "user" if another request can succeed, "server" if the service is at fault.
-    """
+    """A request that fails, and whose fault it is."""
 
     def __init__(self, message: str, category: Category = "user"):
         super().__init__(message)
-        self.category: Category = category
+        self.category: Category = category  # "user" if another request can succeed, "server" if the service is at fault
 
 
 class UnknownId(ServiceError):
@@ -39,15 +35,11 @@ class UnknownId(ServiceError):
 
 
 class ServiceBusy(ServiceError):
-    """A request that was not accepted, since its tenant has too many unanswered ones; the same may come again.
-
-    Attributes:
-        retry_after: seconds until another attempt may succeed.
-    """
+    """A request that was not accepted, since its tenant has too many unanswered ones; the same may come again."""
 
     def __init__(self, message: str, retry_after: float = 1.0):
         super().__init__(message)
-        self.retry_after = retry_after
+        self.retry_after = retry_after  # seconds until another attempt may succeed
 
 
 # ---- requests of a model; all but passes are plain values, as the journal writes them

@@ -25,11 +25,7 @@ Passes = Callable[[Sequence[TrainPass]], Sequence[LossOutput]]
 
 
 class TrainScheduler:
-    """Models by id; runs their tasks, one after the other, in a thread of its own. Any thread may call its methods.
-
-    Attributes:
-        calls: calls of `passes` and other tasks so far.
-    """
+    """Models by id; runs their tasks, one after the other, in a thread of its own. Any thread may call its methods."""
 
     def __init__(self, passes: Passes, share: FairShare, *, waiting: int = 1024, rows: int = 32, slots: int = 1 << 20):
         """Begin without models; `start` starts the thread.
@@ -48,7 +44,7 @@ class TrainScheduler:
         self._unanswered: Counter[str] = Counter()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="train", daemon=True)
-        self.calls = 0
+        self.calls = 0  # calls of `passes` and other tasks so far
         self._idle: deque[Callable[[], Any]] = deque()
 
     def start(self) -> None:

@@ -10,16 +10,11 @@ _RETRY = 32  # one refusal in so many is brought back all the same: a rate that 
 
 
 class TransferCosts:
-    """Running means of seconds for each token computed again, and for each byte brought back from a tier.
-
-    Attributes:
-        recompute: seconds a token of prefill; None: not measured yet.
-        seconds_saved: seconds to compute the pages that came back, minus those that bringing them took.
-    """
+    """Running means of seconds for each token computed again, and for each byte brought back from a tier."""
 
     def __init__(self) -> None:
-        self.recompute: float | None = None
-        self.seconds_saved = 0.0
+        self.recompute: float | None = None  # seconds a token of prefill; None: not measured yet
+        self.seconds_saved = 0.0  # seconds to compute the pages that came back, minus those that bringing them took
         self._bring: dict[Tier, float] = {}
         self._prefills, self._refused = 0, 0
 

@@ -15,11 +15,7 @@ Place = tuple[int, int, int]  # offset, bytes, checksum
 
 
 class DiskTier:
-    """Pages by digest.
-
-    Attributes:
-        used: bytes of pages.
-    """
+    """Pages by digest."""
 
     def __init__(self, folder: str, limit: int):
         """Open the file.
@@ -33,7 +29,7 @@ class DiskTier:
         """
         self._limit, self._head = limit, 0
         self._places: OrderedDict[bytes, Place] = OrderedDict()  # ordered as written, the oldest first
-        self.used = 0
+        self.used = 0  # bytes of pages
         try:
             self._file = tempfile.TemporaryFile(dir=Path(folder), prefix="kv-pages-")
         except OSError as error:

@@ -26,11 +26,7 @@ COUNTS = ("spilled", "hits_host", "hits_disk", "recomputed", "damaged", "dropped
 
 
 class HostTiers(Configurable):
-    """Host memory and disk below a pool of pages; `form` must be set before the first page arrives.
-
-    Attributes:
-        form: arrays of the engine's pages.
-    """
+    """Host memory and disk below a pool of pages; `form` must be set before the first page arrives."""
 
     class Config(ConfigBase["HostTiers"]):
         host_bytes: int = 1 << 30  # bytes of pages in host memory
@@ -53,7 +49,7 @@ class HostTiers(Configurable):
         """Open the file, if there is one (UserError: it cannot be made, or there is no such codec)."""
         self._cfg = cfg
         self.codec = get_codec(cfg.codec)
-        self.form = PageForm((), self.codec)
+        self.form = PageForm((), self.codec)  # arrays of the engine's pages
         self.costs = TransferCosts()
         self._disk = None if cfg.disk is None else DiskTier(cfg.disk, cfg.disk_bytes)
         self._memory: OrderedDict[bytes, StoredPage] = OrderedDict()  # least recently used first
