@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rl.protocol.messages import Prompt, Rollout, Score
+from rl.rollout.request import draw_seed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,3 +130,31 @@ def _near(one: Rollout, other: Rollout, position: int, rounding: Rounding) -> bo
 
 def _shown(values: np.ndarray, position: int) -> str:
     return "the end" if position >= len(values) else repr(values[position].item())
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditTerms:
+    """Terms by which drawings of several classes of hardware are compared."""
+
+    seed: int
+    vocab: int
+    cpu_bound: float  # limit of the difference of two log-probabilities that two CPUs give
+    bound: float  # limit otherwise
+
+    def difference(self, prompt: Prompt, one: "AuditedDraw", other: "AuditedDraw") -> Difference | None:
+        """Return the first difference of two drawings, exactly for one class of hardware; None: there is none."""
+        rounding = None
+        if not one.hardware == other.hardware != "":
+            cpus = all(drawing.hardware.startswith("cpu ") for drawing in (one, other))
+            bound = self.cpu_bound if cpus else self.bound
+            rounding = Rounding(bound, draw_seed(self.seed, prompt.draw), self.vocab)
+        return first_difference(one.rollout, other.rollout, rounding) or reward_difference(one.score, other.score)
+
+
+class AuditedDraw(NamedTuple):
+    """A rollout as a worker has drawn it, with its score and the worker's class of hardware."""
+
+    worker: str
+    rollout: Rollout
+    score: Score
+    hardware: str

@@ -16,8 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from axlearn_like.run.events import EventLog
-from rl.audit.comparison import Difference, rollout_name
-from rl.audit.drawings import AuditedDraw, AuditTerms
+from rl.audit.comparison import AuditedDraw, AuditTerms, Difference, rollout_name
 from rl.protocol.messages import Group, Lease, Prompt, Rollout
 
 _MOST = 3  # drawings of a rollout, after which the audit gives up if no two are equal

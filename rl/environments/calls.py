@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, override
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.environments.streaming.events import Event
+from rl.environments.streaming.events import Event, Marks, tag_events
 from rl.environments.streaming.json_calls import json_events
-from rl.environments.streaming.tags import Marks, tag_events
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"  # marks of Hermes and Qwen
 

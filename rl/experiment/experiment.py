@@ -24,7 +24,7 @@ from axlearn_like.training.program import Tuning, check_length
 from axlearn_like.training.trainer import resolve_model
 from mesh.cost.program import Programs
 from mesh.distributed import ProcessGroup
-from rl.audit.drawings import AuditTerms
+from rl.audit.comparison import AuditTerms
 from rl.audit.rollout_ledger import RolloutLedger
 from rl.controller.audits import Audits
 from rl.controller.controller import Controller

@@ -5,7 +5,7 @@ GPUs outside the table are described by the GiB of each: `gpu[memory=24]:2`.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mesh import UserError
@@ -165,3 +165,33 @@ def _counted(text: str, kind: str, size: str, field: str, groups: int) -> RoleDe
     hosts = groups * max(1, count // _GPUS_PER_HOST)
     model = None if kind == ANY_GPU else kind.upper()
     return RoleDevices(text, described, groups * count, hosts, memory, model=model)
+
+
+_FULL = 1e-6  # rounding error of summed shares of a chip
+
+
+def count_hosts(roles: Iterable[tuple[int, RoleDevices]]) -> int:
+    """Return the least number of hosts for so many instances of each role, on the largest machines of their kind.
+
+    The hosts of one instance differ, and those of a TPU slice with several hosts have room for nothing else. CPU roles
+    take a host for each process, because nothing says how large that is.
+    """
+    whole, parts = 0, dict[str, list[tuple[float, int]]]()  # kind of device -> (chips of a host, hosts)
+    for count, devices in roles:
+        each = devices.share * devices.chips / devices.hosts
+        if not devices.chips or devices.topology is not None and devices.hosts > devices.topology.slices:
+            whole += count * devices.hosts
+        else:
+            kind = devices.described[0].device_kind
+            parts.setdefault(f"{kind} {devices.host_chips}", []).extend([(each, devices.hosts)] * count)
+    return whole + sum(_packed(several, float(kind.rpartition(" ")[2])) for kind, several in parts.items())
+
+
+def _packed(instances: list[tuple[float, int]], room: float) -> int:
+    left: list[float] = []
+    for each, hosts in sorted(instances, reverse=True):
+        fitting = [host for host, free in enumerate(left) if free >= each - _FULL][:hosts]
+        for host in fitting:
+            left[host] -= each
+        left += [room - each] * (hosts - len(fitting))
+    return len(left)

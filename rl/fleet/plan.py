@@ -17,9 +17,8 @@ from axlearn_like.training.program import describe_state
 from axlearn_like.training.step import State
 from mesh import UserError, make_mesh
 from mesh.rules import use_rules
-from rl.fleet.devices import HERE, RoleDevices
+from rl.fleet.devices import HERE, RoleDevices, count_hosts
 from rl.fleet.fleet import Placed
-from rl.fleet.hosts import count_hosts
 from rl.fleet.memory import ProgramMemory, program_memory
 from rl.parameter_server.push.rounded_copies import rounded_dtypes
 from rl.protocol.experiment import ExperimentConfig

@@ -16,7 +16,7 @@ from mesh import make_mesh, to_named_sharding
 from mesh.cost.program import Program, Programs
 from mesh.rules import axis_sizes, use_mesh
 from rl.protocol.experiment import Experiment, ExperimentConfig
-from rl.rollout.model_runner.aot import engine_dispatches
+from rl.rollout.model_runner.dispatches import engine_dispatches
 from rl.training.program import Described, make_score_rows
 from rl.training.scoring.reference_programs import describe_reference, reference_programs
 from rl.training.scoring.reference_states import describe_policy

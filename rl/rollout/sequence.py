@@ -17,10 +17,9 @@ import numpy as np
 from rl.protocol.messages import WHOLE, FinishReason, Rollout
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Generate, Join, Wait
 from rl.rollout.decoding.constraints import Constraints
-from rl.rollout.decoding.records import CompletionRecords
+from rl.rollout.decoding.records import CompletionRecords, RoutingRecord
 from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.decoding.watched import WatchedDraw
-from rl.rollout.kv_cache.routing_record import RoutingRecord
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler

@@ -15,7 +15,7 @@ from mesh.cost.ahead_of_time import compile_step
 from mesh.topology import parse_topology, topology_devices
 from models.llama import llama
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.aot import engine_dispatches
+from rl.rollout.model_runner.dispatches import engine_dispatches
 
 ENGINES: dict[str, dict[str, Any]] = {
     "bfloat16": {},

@@ -18,7 +18,7 @@ from mesh.cost.roofline import estimate
 from mesh.topology import parse_topology, topology_devices
 from models.catalog import published_model
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.aot import engine_dispatches
+from rl.rollout.model_runner.dispatches import engine_dispatches
 
 _SIZES: dict[str, Any] = {"max_num_seqs": 64, "max_prompt_tokens": 1024, "max_new_tokens": 1024, "page_size": 64}
 _ADDING = ("all-reduce", "reduce-scatter")

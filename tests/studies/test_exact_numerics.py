@@ -9,7 +9,7 @@ from mesh.cost.hlo import parse
 from mesh.topology import parse_topology, topology_devices
 from models.catalog import published_model
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.aot import engine_dispatches
+from rl.rollout.model_runner.dispatches import engine_dispatches
 from tests.axlearn_like.kernels.mosaic import texts_of, without_batch
 from tests.elsewhere import elsewhere
 from tests.studies.exact_numerics import compile_programs, reductions

@@ -24,8 +24,7 @@ from rl.parameter_server.errors import VersionGone, WeightsError
 from rl.parameter_server.fingerprint import digest_of, fingerprints
 from rl.parameter_server.index_ranges import needed_index_ranges
 from rl.parameter_server.manifest import Manifest
-from rl.parameter_server.pull.fetch import Fetch, HeldPart, parts_by_server
-from rl.parameter_server.pull.placement import place
+from rl.parameter_server.pull.fetch import Fetch, HeldPart, parts_by_server, place
 from rl.parameter_server.store.shard_server import LocalShardServer, ReadOptions, ShardId, ShardReader
 from rl.parameter_server.transport.shared_memory import SharedSegment, host_identity
 from rl.protocol.messages import PullStats

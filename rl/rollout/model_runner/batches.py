@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
-from rl.rollout.decoding.penalties import count_tokens
+from rl.rollout.decoding.drawing import count_tokens
 from rl.rollout.decoding.scores import mode_number
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.sampling import NEVER, Sampler, SamplingMetadata, pack_bias, pack_metadata, uses_tables
@@ -49,7 +49,7 @@ class DecodeBatch:
     draft: Any = None
     depth: Any = None  # [r], drafted tokens that a step verifies; None likewise
     bias: Any = None  # float32 [r, vocab], added to logits; None, as the next three: no row needs tables
-    seen: Any = None  # [r, vocab], tokens so far (see penalties.py)
+    seen: Any = None  # [r, vocab], tokens so far (see `count_tokens`)
     penalties: Any = None  # float32 [r, 2], of presence and of frequency
     scoring: Any = None  # [r], the scores that are recorded (see scores.py)
     adapters: Any = None  # [r], slots, or None where the engine has no bank

@@ -1,6 +1,7 @@
 """The programs of an engine ahead of time: the largest of each kind, those of a run, and those of a server."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
@@ -8,8 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
+from mesh import UserError
+from rl.rollout.config import EngineConfig
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch, pack_decode, pack_prefill
 from rl.rollout.model_runner.runner import COPIES, LEAST_COPIES, ModelRunner
 from rl.rollout.model_runner.shapes.buckets import halvings
@@ -179,3 +183,23 @@ def _trace_drafts(runner: ModelRunner, rows: int) -> Any:
 def _described(arrays: Any) -> Any:
     """Return arrays as they are described to the compiler: their memory may go to others while it compiles."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+
+def engine_dispatches(cfg: EngineConfig[Any], devices: Items[Any]) -> tuple[Mesh, list[Dispatch]]:
+    """Return the engine's mesh, and the dispatches that it runs, of each kind the largest."""
+    runner = described_runner(cfg, devices)
+    return runner.mesh, largest_dispatches(runner)
+
+
+def described_runner(cfg: EngineConfig[Any], devices: Items[Any]) -> ModelRunner:
+    """Return a runner on described devices; an empty mesh means tensor parallelism over all of them."""
+    wanted = math.prod(cfg.mesh.values())
+    if cfg.mesh and -1 not in cfg.mesh.values() and wanted != len(devices):
+        text = " x ".join(f"{name} {size}" for name, size in cfg.mesh.items())
+        raise UserError(
+            f"RolloutEngine.mesh {text} needs {wanted} devices but there are {len(devices)}: an engine has all devices "
+            f"of a topology to itself; compile it for one of {wanted}, as each rollout worker has them"
+        )
+    cfg = cfg.clone(mesh=cfg.mesh or {"tensor": len(devices)})
+    cfg.check()
+    return ModelRunner(cfg, devices)

@@ -44,7 +44,7 @@ class ModelRunner:
         """Make the programs and the memory that they work in.
 
         Args:
-            described: devices to compile for that are not there (see aot.py); nothing is allocated on them.
+            described: devices to compile for that are not there (see `described_runner`); nothing is allocated on them.
             adapters: room for LoRA adapters, of which every row may use another one; None: there is none.
         """
         self.cfg, self.page_size = cfg, cfg.page_size

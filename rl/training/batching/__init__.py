@@ -1,15 +1,13 @@
 """Scored groups -> the arrays of one update, in rows for `GroupContext` or `PackedGroupContext`.
 
 What depends on the whole batch (advantages, weights, which rollout is in which row) follows from the headers of its
-groups (`arrangement`). The tokens are needed only of the rollouts in the rows that are filled (`padded`, `packed`,
-`trees`).
+groups (`arrangement`). The tokens are needed only of the rollouts in the rows that are filled (`fill`).
 """
 
 from rl.training.batching.arrangement import Arranged, Minibatch, arrange
 from rl.training.batching.arrays import Batch
+from rl.training.batching.fill import fill_packed, fill_padded
 from rl.training.batching.layout import Layout, PackedRows, PaddedRows
-from rl.training.batching.packed import fill_packed
-from rl.training.batching.padded import fill_padded
 
 __all__ = [
     "Arranged",

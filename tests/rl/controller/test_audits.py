@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from axlearn_like.config import ConfigError
-from rl.audit.comparison import Rounding, first_difference
-from rl.audit.drawings import AuditTerms
+from rl.audit.comparison import AuditTerms, Rounding, first_difference
 from rl.controller import audits
 from rl.controller.audits import Audits
 from rl.protocol.messages import Group, Lease

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rl.fleet.devices import parse_devices
-from rl.fleet.hosts import count_hosts
+from rl.fleet.devices import count_hosts, parse_devices
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from mesh.cost.ahead_of_time import compile_steps, memory_per_device
 from mesh.cost.traffic import operations
 from mesh.topology import parse_topology, topology_devices
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.aot import described_runner
-from rl.rollout.model_runner.dispatches import largest_dispatches
+from rl.rollout.model_runner.dispatches import described_runner, largest_dispatches
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

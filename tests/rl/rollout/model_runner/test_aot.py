@@ -27,7 +27,7 @@ from models.gpt_oss import sink_mixture
 from models.moe import moe
 from models.qwen import qwen
 from rl.rollout.engine import RolloutEngine
-from rl.rollout.model_runner.aot import engine_dispatches
+from rl.rollout.model_runner.dispatches import engine_dispatches
 from rl.rollout.model_runner.weights import place
 from rl.rollout.speculation.speculator import Speculation
 from tests.elsewhere import elsewhere

@@ -14,7 +14,7 @@ from mesh import make_mesh
 from rl.parameter_server.client import connect_local
 from rl.parameter_server.fingerprint import fingerprints
 from rl.parameter_server.index_ranges import needed_index_ranges, slices, whole
-from rl.parameter_server.pull.placement import place
+from rl.parameter_server.pull.fetch import place
 from rl.parameter_server.server import ParameterServer
 from rl.parameter_server.store.buffer_pool import BUFFERS
 from tests.elsewhere import elsewhere

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh import UserError
-from rl.runtime.simulated.flows import Flows
-from rl.runtime.simulated.max_min import max_min_rates
+from rl.runtime.simulated.flows import Flows, max_min_rates
 from rl.runtime.simulated.virtual_clock import VirtualClock
 from tests.bounds import within
 
