@@ -36,6 +36,8 @@ class Elastic(Configurable):
             for field, none in no.items():
                 trainer.require(field, getattr(trainer, field) == none, f"{none} with elastic")
             trainer.require("microbatches", trainer.microbatches == 1, "1 with elastic, whose parts take their place")
+            rows = trainer.input.batch_size
+            self.require("parts", rows % self.parts == 0, f"a divisor of input.batch_size, {rows}")
             trainer.require("loss", not trainer.loss.scores, "one that scores by no other policy, with elastic")
             trainer.require("model", drops_out is None, f"one without dropout, with elastic ({drops_out} has some)")
 

@@ -51,7 +51,7 @@ add_sectioned(
 )
 add_sectioned(
     "experts",
-    "Replicas of popular experts: load of the busiest device, seconds of plans; attention and experts apart.",
+    "Replicas of popular experts: load of the busiest device, seconds of plans; elastic training under kills.",
     lambda result: "not_measured_training" in result,
 )
 add_sectioned(

@@ -15,13 +15,12 @@ from axlearn_like.layers.moe.placement import make_plan
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.sections import run_sections
 
-SECTIONS = {"plans": 5.0, "training": 90.0}
+SECTIONS = {"plans": 5.0, "training": 90.0, "elastic": 660.0}
 _EXPONENT = 1.2  # exponent of Zipf's law
 _FIGURES = ("busiest_to_mean", "plan_s", "identical", "zebra_ratio", "asymmetric_ratio")
 _FIGURES += ("samples_vs_restart", "samples_vs_uniform")
 _NOT_MEASURED = {
-    "samples_vs_restart": "a trainer that loses a process starts again from its checkpoint: there is no elastic one",
-    "samples_vs_uniform": "there is no elastic trainer, so none whose placement could be uniform",
+    "samples_vs_uniform": "members of an elastic trainer hold all experts: there is no placement over members",
     "zebra_ratio": "no trainer computes attention and experts on two groups of devices",
     "asymmetric_ratio": "no trainer computes attention and experts on two groups of devices",
 }
@@ -61,8 +60,19 @@ def _training(quick: bool) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def _elastic(quick: bool) -> dict[str, Any]:
+    """Return samples trained under kills, against the same trainer that starts again from its checkpoint."""
+    from tests.benches.experts.survivors import figures
+
+    return figures(quick)
+
+
 # A section returns its figures; the argument asks for tiny jobs, which show that all runs.
-_MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {"plans": _plans, "training": _training}
+_MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {
+    "plans": _plans,
+    "training": _training,
+    "elastic": _elastic,
+}
 
 
 def run(sections: Sequence[str], say: Callable[[str], None], *, quick: bool = False) -> dict[str, Any]:

@@ -34,6 +34,26 @@ def test_processes_that_cannot_meet_are_refused(arguments, message, capsys, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "input.batch_size=24"], "parts: expected a divisor of input.batch_size, 24, got 16"),
+        (["--set", "input.batch_size=16", "--set", "microbatches=2"], "microbatches: expected 1 with elastic"),
+        (["--set", "input.batch_size=16", "--members", "17"], "parts: expected 17 or more: each of 17 members"),
+        (
+            ["--set", "input.batch_size=16", "--processes", "2", "--meet", "127.0.0.1:1"],
+            "--members 2 and --processes 2: expected one of them",
+        ),
+    ],
+)
+def test_members_that_cannot_share_a_batch_are_refused(arguments, message, capsys, tmp_path):
+    experiment = f"{__name__}:{tiny.__name__}"
+    command = ["train", experiment, "--run-dir", str(tmp_path / "run"), "--members", "2", *arguments]
+    assert main(command) == EXIT_USER_ERROR
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
 def tiny() -> Trainer.Config:
     """8 rows of 16 tokens; width 16, 2 heads, 32 words, 2 layers."""
     return tiny_trainer(2)
