@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -194,7 +195,28 @@ def placed_param(
     if _as.get() == "draws":
         undrawn: Any = Draw(rngs.params(), init, tuple(shape), dtype)
         return nnx.Param(undrawn)
-    return nnx.Param(init(rngs.params(), tuple(shape), dtype, out_sharding=where))
+    key = rngs.params()
+    if draws_here(key):
+        return nnx.Param(jnp.asarray(drawn(Draw(key, init, tuple(shape), dtype))))
+    return nnx.Param(init(key, tuple(shape), dtype, out_sharding=where))
+
+
+def draws_here(key: jax.Array) -> bool:
+    """Return True where arrays of a key can be drawn by the host at once: on a CPU, without a mesh, in no trace."""
+    if isinstance(key, Tracer) or not jax.sharding.get_abstract_mesh().empty:
+        return False
+    return _as.get() == "drawn" and can_draw(key.devices())
+
+
+def draw_stack(build: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
+    """Return the layers of a stack, one for each key; `build` makes a layer of a key."""
+    if draws_here(keys):
+        with contextlib.suppress(ComputedDraw), _born_as("draws"):
+            stack = jax.vmap(build)(keys)
+            return jax.tree.map(
+                lambda leaf: jnp.asarray(drawn(leaf)) if is_draw(leaf) else leaf, stack, is_leaf=is_draw
+            )
+    return jax.vmap(build)(keys)
 
 
 def first_params(

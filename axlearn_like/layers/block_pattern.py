@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from axlearn_like.config import REQUIRED, ConfigBase, ConfigError, Configurable, path_of
 from axlearn_like.layers.aux import Aux
-from axlearn_like.layers.base import Layer, Params, Workload, bind, build_abstract, split
+from axlearn_like.layers.base import Layer, Params, Workload, bind, build_abstract, draw_stack, split
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import AXIS, shard_layers
 from mesh.errors import UserError
@@ -101,7 +101,7 @@ def build_segments(block: ConfigBase[Any], dim: int, keys: jax.Array) -> list[tu
     for name, blocks, count in planned:
         kinds = [one.clone(dim=dim) for one in blocks]
         part = keys[first : first + count] if count < len(keys) else keys
-        stack = jax.vmap(lambda key, kind=kinds[0]: kind.build(rngs=nnx.Rngs(key)))(part)
+        stack = draw_stack(lambda key, kind=kinds[0]: kind.build(rngs=nnx.Rngs(key)), part)
         graphdefs = _graphdefs(kinds, path_of(block)) if len(kinds) > 1 else ()
         made.append((Segment(name, first, count, graphdefs), shard_layers(stack, count)))
         first += count

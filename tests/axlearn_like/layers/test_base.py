@@ -57,6 +57,17 @@ def test_layers_that_are_built_afterwards_have_their_values():
     assert all(leaf.any() for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.parametrize("cfg", [small_decoder(dim=24), mixed()], ids=["dense", "mixed"])
+def test_a_layer_that_is_built_at_once_has_the_bits_of_a_program_and_compiles_none(
+    cfg: Decoder.Config, caplog: pytest.LogCaptureFixture
+):
+    with jax.log_compiles():
+        built = split(cfg.build(rngs=nnx.Rngs(5)))[1]
+    assert "_truncated_normal" not in caplog.text
+    program = jax.jit(lambda: split(cfg.build(rngs=nnx.Rngs(5)))[1])()
+    jax.tree.map(lambda one, other: np.testing.assert_array_equal(one, other, strict=True), program, built)
+
+
 @pytest.mark.parametrize("magnitudes", [False, True])
 def test_first_parameters_are_those_of_one_program_to_the_bit(magnitudes: bool):
     """A stack of wrapped layers. With magnitudes, norms of what is drawn, a program makes them."""
