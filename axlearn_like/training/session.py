@@ -21,12 +21,12 @@ from axlearn_like.elastic.update import ElasticStep
 from axlearn_like.layers.base import first_params
 from axlearn_like.layers.parameter_names import merged, without
 from axlearn_like.learner import Learner
-from axlearn_like.operations.flops import peak_flops
 from axlearn_like.operations.goodput import CauseClock, account
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.operations.recompilation import CompiledStep
 from axlearn_like.operations.sdc import SDCCheck
 from axlearn_like.operations.step_metrics import StepLog, StepMetrics
+from axlearn_like.operations.utilisation import peak_flops
 from axlearn_like.operations.watchdog import Watchdog
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog, span

@@ -18,8 +18,8 @@ from axlearn_like.input import SupervisedInput
 from axlearn_like.layers.base import build_abstract
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.learner import Learner
-from axlearn_like.operations.flops import step_flops
 from axlearn_like.operations.memory import check_state_fits
+from axlearn_like.operations.utilisation import step_flops
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.signals import graceful_stop
 from axlearn_like.tokenizers.embedding import check_tokenizers

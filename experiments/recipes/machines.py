@@ -3,7 +3,7 @@
 import dataclasses
 import os
 
-from axlearn_like.operations.flops import GPU_PEAKS
+from axlearn_like.operations.utilisation import GPU_PEAKS
 from mesh.errors import UserError
 from mesh.generations import find_generation, generation_of
 from mesh.topology import Topology, parse_topology

@@ -24,8 +24,8 @@ from axlearn_like.layers.base import build_abstract, refuse_inexact
 from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.shared_base import held_of
 from axlearn_like.learner.schedules import GivenRate
-from axlearn_like.operations.flops import row_flops
 from axlearn_like.operations.memory import check_state_fits
+from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows

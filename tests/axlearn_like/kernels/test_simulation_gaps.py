@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
-from axlearn_like.kernels.paged_attention.kernel import ragged_attention
 from axlearn_like.kernels.paged_attention.pages import make_pool
+from axlearn_like.kernels.paged_attention.ragged import ragged_attention
 from axlearn_like.kernels.paged_attention.rows import PagedRows, SharedTiles
 from axlearn_like.kernels.quantised_matmul import quantised_dot
 

@@ -18,7 +18,8 @@ from axlearn_like.layers.moe.experts import Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.wrappers.lora import LoRA
-from axlearn_like.operations.flops import active_weights, causal_pairs, model_flops, rows_workload, step_flops
+from axlearn_like.operations.flops import active_weights, causal_pairs, model_flops, rows_workload
+from axlearn_like.operations.utilisation import step_flops
 from experiments import registry
 from mesh import UserError
 from mesh.cost.arithmetic import products

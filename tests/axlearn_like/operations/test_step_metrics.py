@@ -4,9 +4,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from axlearn_like.operations.flops import peak_flops, step_flops
 from axlearn_like.operations.goodput import Account, CauseClock
 from axlearn_like.operations.step_metrics import StepMetrics
+from axlearn_like.operations.utilisation import peak_flops, step_flops
 from axlearn_like.run.events import EventLog
 from tests.axlearn_like.tiny import VOCAB, tiny_model
 

@@ -16,11 +16,11 @@ from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import ConfigBase, Configurable, to_text
 from axlearn_like.input import SupervisedInput
-from axlearn_like.operations.flops import row_flops
 from axlearn_like.operations.goodput import account
 from axlearn_like.operations.recompilation import RecompilationError
 from axlearn_like.operations.sdc import CorruptionError, SDCCheck
 from axlearn_like.operations.step_metrics import without_clock
+from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.operations.watchdog import Watchdog
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.metrics import read_rows

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axlearn_like.operations.flops import peak_bandwidth, peak_flops
+from axlearn_like.operations.utilisation import peak_bandwidth, peak_flops
 from tools.bench.doctor.checks import Finding
 
 Options = Mapping[str, Any]

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 import jax
 
-from axlearn_like.operations.flops import count_parameters, peak_flops
+from axlearn_like.operations.flops import count_parameters
 from axlearn_like.operations.memory import device_memory
+from axlearn_like.operations.utilisation import peak_flops
 from axlearn_like.run.metrics import read_rows
 from mesh.cost.arithmetic import products
 from mesh.cost.hlo import parse

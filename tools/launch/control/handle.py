@@ -14,8 +14,7 @@ from tools.launch.kubernetes.client import Client
 from tools.launch.kubernetes.cluster import KubernetesCluster
 from tools.launch.kubernetes.kubeconfig import find_access
 from tools.launch.launch import Launch
-from tools.launch.local.client import LocalCluster, free_port
-from tools.launch.local.manifest import check_size
+from tools.launch.local.client import LocalCluster, check_size, free_port
 from tools.launch.plan import LaunchPlan, plan_launch, refuse
 from tools.launch.queued.cluster import GoogleAccess, QueuedResources, queued_resources
 from tools.launch.queued.request import queued_resource

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.paged_attention.kernel import ragged_attention
 from axlearn_like.kernels.paged_attention.pages import make_pool
+from axlearn_like.kernels.paged_attention.ragged import ragged_attention
 from axlearn_like.kernels.paged_attention.rows import BlockSizes, PagedRows
 from mesh import UserError, make_mesh
 from tests.axlearn_like.kernels.paged_attention.cases import PAGE, Case, compiled_bytes

@@ -13,8 +13,8 @@ from axlearn_like.kernels.low_rank.attention import rank_space_attention
 from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, make_rank_pool
 from axlearn_like.kernels.paged_attention.cascade import cascade_attention
 from axlearn_like.kernels.paged_attention.int8 import int8_attention, make_int8_kernel_pool
-from axlearn_like.kernels.paged_attention.kernel import ragged_attention
 from axlearn_like.kernels.paged_attention.pages import make_pool, write_pages
+from axlearn_like.kernels.paged_attention.ragged import ragged_attention
 from axlearn_like.kernels.paged_attention.rows import PagedRows, RankRows, SharedTiles
 
 PLAIN = ScoreRules()

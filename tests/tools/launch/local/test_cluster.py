@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -338,3 +340,12 @@ def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monke
     )
     launch(given)
     assert given.port == 6379 != seen[0].port and f"port: {seen[0].port}\n" in seen[1]["launch.txt"]
+
+
+@pytest.mark.parametrize(
+    "module, slow", [("tools.launch.local.cluster", "jax"), ("rl.rollout.config", "jax.experimental.pallas")]
+)
+def test_what_starts_often_does_not_wait_for_what_it_does_not_use(module: str, slow: str):
+    code = f"import sys, {module}; print({slow!r} in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
