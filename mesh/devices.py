@@ -121,8 +121,12 @@ def _listed_by_subprocess() -> list[tuple[str, str, int | None]]:
     return [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 
-def idle_gpu(root: Path = Path("/")) -> str | None:
-    """Return why jax computes on the CPU of a machine with an NVIDIA GPU, and what to do; None: no reason was found.
+# Devices of TPUs on the PCI bus, from v3 on (jax/_src/hardware_utils.py).
+_TPUS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c")
+
+
+def idle_accelerator(root: Path = Path("/")) -> str | None:
+    """Return why jax computes on the CPU of a machine with a GPU or TPU, and what to do; None: no reason was found.
 
     No device is opened: the driver's files, the PCI bus and jax's plugins are looked at. `root`: of the file system.
     """
@@ -134,9 +138,12 @@ def idle_gpu(root: Path = Path("/")) -> str | None:
             return None
         without = "this machine has an NVIDIA GPU, and jax has no plugin for it: it computes on the CPU"
         return f"{without}; {install_hint('rl,cuda')}"
-    # Vendor NVIDIA, and the classes of displays and of processors for 3D.
+    # Vendors NVIDIA, with the classes of displays and of processors for 3D, and Google, with the TPUs of its devices.
     for device in (root / "sys/bus/pci/devices").glob("*"):
-        vendor, kind = (_first_word(device / name) for name in ("vendor", "class"))
+        vendor, kind, model = (_first_word(device / name) for name in ("vendor", "class", "device"))
+        if vendor == "0x1ae0" and model in _TPUS and not _has_plugins():
+            without = "this machine has a TPU, and jax has no plugin for it: it computes on the CPU"
+            return f"{without}; {install_hint('rl,tpu')}"
         if vendor == "0x10de" and kind.startswith(("0x0300", "0x0302")):
             return (
                 "this machine has an NVIDIA GPU without a driver, so jax computes on the CPU; install NVIDIA's driver"

@@ -1,6 +1,7 @@
 """Names of devices as mesh rules match them."""
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import jax
 import pytest
 
 from mesh import UserError
-from mesh.devices import configure_cpu_devices, device_name, find_devices, idle_gpu, unopened
+from mesh.devices import configure_cpu_devices, device_name, find_devices, idle_accelerator, unopened
 
 
 class Described(NamedTuple):
@@ -101,9 +102,14 @@ def test_a_process_that_must_not_open_devices_fails_when_it_does():
         ({"sys/bus/pci/devices/0000:01/vendor": "0x10de", "sys/bus/pci/devices/0000:01/class": "0x040300"}, None),
         ({"sys/bus/pci/devices/0000:01/vendor": "0x8086", "sys/bus/pci/devices/0000:01/class": "0x030000"}, None),
         ({"dev/nvidiactl": ""}, None),
+        (
+            {"sys/bus/pci/devices/0000:05/vendor": "0x1ae0", "sys/bus/pci/devices/0000:05/device": "0x0063"},
+            r"has a TPU, and jax has no plugin for it: .*\[rl,tpu\]",
+        ),
+        ({"sys/bus/pci/devices/0000:05/vendor": "0x1ae0", "sys/bus/pci/devices/0000:05/device": "0x0042"}, None),
     ],
 )
-def test_a_gpu_that_jax_does_not_use_is_told_of(
+def test_an_accelerator_that_jax_does_not_use_is_told_of(
     files: dict[str, str], message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name, text in files.items():
@@ -111,7 +117,9 @@ def test_a_gpu_that_jax_does_not_use_is_told_of(
         (tmp_path / name).write_text(text)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
-    found = idle_gpu(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    found = idle_accelerator(tmp_path)
     assert found is None if message is None else found is not None and re.search(message, found)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert idle_gpu(tmp_path) is None, "the CPU on purpose"
+    assert idle_accelerator(tmp_path) is None, "the CPU on purpose"

@@ -16,7 +16,7 @@ from experiments.start.options import StartOptions
 from mesh.errors import UserError, printable
 from mesh.files.bucket import Bucket, bucket_url
 from tools.commands import options_as
-from tools.experiment import LocalPath, default_run_dir, experiment_options, warn_of_idle_gpu
+from tools.experiment import LocalPath, default_run_dir, experiment_options, warn_of_idle_accelerator
 from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
         click.get_current_context().with_resource(serve_node())
     if runtime == "ray":
         click.get_current_context().with_resource(forbid_devices("the driver of an RL run"))
-    warn_of_idle_gpu()
+    warn_of_idle_accelerator()
     named: Any = run.experiment if found is None else found.config
     idle = ("fleet.allow_idle=True",) if how.allow_idle else ()
     placed = load_placed(named, (*idle, *run.sets), run.seed, run.applied, how.fleet)

@@ -19,7 +19,7 @@ from tools.experiment import (
     choose,
     default_run_dir,
     experiment_options,
-    warn_of_idle_gpu,
+    warn_of_idle_accelerator,
 )
 from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
 
@@ -57,7 +57,7 @@ def command(
     from mesh.programs.compilation import enable_compilation_cache
 
     _check_meeting(meet, process, processes)
-    warn_of_idle_gpu()
+    warn_of_idle_accelerator()
     run, start, found = begin("train", run, start)
     named: Any = run.experiment if found is None else found.config
     chosen = choose(named, run.sets, run.seed, run.applied)

@@ -20,7 +20,7 @@ from tools.experiment.options import (
     edit_options,
     experiment_options,
     text_options,
-    warn_of_idle_gpu,
+    warn_of_idle_accelerator,
 )
 from tools.experiment.policy import find_policy
 
@@ -43,5 +43,5 @@ __all__ = [
     "load_experiment",
     "text_options",
     "trust_place",
-    "warn_of_idle_gpu",
+    "warn_of_idle_accelerator",
 ]

@@ -109,14 +109,14 @@ def text_options[F: Callable[..., Any]](function: F) -> F:
     )(function)
 
 
-def warn_of_idle_gpu() -> None:
-    """Say that jax computes on the CPU of a machine with a GPU, if it does.
+def warn_of_idle_accelerator() -> None:
+    """Say that jax computes on the CPU of a machine with a GPU or TPU, if it does.
 
     Raises:
         UserError: JAX_PLATFORMS names devices for which jax has no plugin.
     """
-    from mesh.devices import check_platforms, idle_gpu
+    from mesh.devices import check_platforms, idle_accelerator
 
     check_platforms()
-    if (reason := idle_gpu()) is not None:
+    if (reason := idle_accelerator()) is not None:
         click.echo(f"axl: warning: {reason}", err=True)

@@ -252,7 +252,8 @@ class Launch(Configurable):
             text, count = getattr(self, f"{prefix}devices"), 1 if prefix else self.slices
             if text is None:
                 return None
-            field = f"--{prefix.replace('_', '-')}{'gpu' if is_gpu(text) else 'tpu'}"
+            numbered = ":" in text and text.rpartition(":")[2].isdecimal()  # a TPU's size is a shape
+            field = f"--{prefix.replace('_', '-')}{'gpu' if numbered or is_gpu(text) else 'tpu'}"
             found = find_slices(text, field, count)
             if self.on == "slurm":  # machines of any size without names
                 return dataclasses.replace(found, accelerator=Accelerator("", "machine with {chips} GPUs"))

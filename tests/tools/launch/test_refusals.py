@@ -31,6 +31,7 @@ CASES = {
         ["llama2_7b", "--gpu", "h100:3"],
         "no machine type has 3 GPUs; there are a3-highgpu-1g",
     ),
+    "no such GPU": (["llama2_7b", "--gpu", "h999:8"], "devices: --gpu='h999:8': there are no devices 'h999'"),
     "parts of machines": (["llama2_7b", "--gpu", "h100:12"], "expected up to 8, a host's, or a multiple of it"),
     "share of a GPU": (
         ["demo_sft", "--gpu", "h100:0.5"],

@@ -16,7 +16,7 @@ import click
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.commands import options_as
-from tools.experiment import LocalPath, apply_edits, find_policy, text_options, warn_of_idle_gpu
+from tools.experiment import LocalPath, apply_edits, find_policy, text_options, warn_of_idle_accelerator
 
 if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
@@ -137,7 +137,7 @@ def command(
     others = tuple(edit for edit in sets if not edit.startswith(_SERVER))
 
     cfg, weights, model = find_policy(name, others, random_weights=random_weights, command="serve")
-    warn_of_idle_gpu()
+    warn_of_idle_accelerator()
     from axlearn_like.run.signals import graceful_stop
     from mesh.programs.compilation import compiling_beside
     from rl.serving.server import listen, url_of

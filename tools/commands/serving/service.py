@@ -15,7 +15,7 @@ from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.commands import options_as
 from tools.commands.serving.serve import LOCAL
-from tools.experiment import LocalPath, apply_edits, find_policy, text_options, warn_of_idle_gpu
+from tools.experiment import LocalPath, apply_edits, find_policy, text_options, warn_of_idle_accelerator
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
@@ -138,7 +138,7 @@ def command(doors: Doors, room: Room, base: str, sets: tuple[str, ...], random_w
     cfg, weights, name = find_policy(base, others, random_weights=random_weights, command="serve")
     state = room.state if room.state is not None else Path("runs") / "service" / name
     keys = doors.tenants(state)
-    warn_of_idle_gpu()
+    warn_of_idle_accelerator()
     from axlearn_like.run.signals import graceful_stop
     from rl.serving.server import listen, url_of
     from rl.serving.service.wire.server import ServiceServer
