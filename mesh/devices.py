@@ -14,6 +14,7 @@ import platform as system
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -116,7 +117,8 @@ def _listed_by_subprocess() -> list[tuple[str, str, int | None]]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
+        reasons = re.findall(r"^\w*Error: .+$", done.stderr, re.MULTILINE)  # a bare AssertionError may follow
+        last = (reasons or done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise UserError(f"jax cannot open the devices of this machine: {last}; {_WHY}")
     return [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]
 
@@ -166,8 +168,13 @@ def check_platforms() -> None:
         raise UserError(f"JAX_PLATFORMS={named}, and jax has no plugin for it here; {install_hint(extra)}, or unset it")
 
 
-def unopened(error: RuntimeError) -> str | None:
+def unopened(error: Exception) -> str | None:
     """Return what to say of jax's error that a platform cannot be opened; None: it is another error."""
+    if isinstance(error, AssertionError):  # what jax ends with if the plugin of the only platform named has failed
+        frames, named = traceback.extract_tb(error.__traceback__), os.environ.get("JAX_PLATFORMS")
+        if not (named and frames and frames[-1].filename.endswith("jax/_src/xla_bridge.py")):
+            return None
+        return f"jax cannot open the devices of this machine: the plugin for JAX_PLATFORMS={named} has failed; {_WHY}"
     found = re.match(r"Unable to initialize backend '(?!forbidden')[^\n]*", str(error))
     return f"jax cannot open the devices of this machine: {found[0]}; {_WHY}" if found else None
 

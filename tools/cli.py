@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print("axl: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         from mesh.devices import unopened
 
         if (said := unopened(error)) is None:

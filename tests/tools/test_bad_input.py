@@ -1,7 +1,10 @@
 """Mistakes that a user can make with `axl rl`: one message that names the thing, status 2, and no run is harmed."""
 
+import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,3 +208,21 @@ def test_a_port_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     said = refusal(capsys, tmp_path / "run", "--set", "parameter_server.port=70000")
     assert "cannot listen on 127.0.0.1:70000" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [("train", "demo_sft"), ("rl", "demo")])
+def test_a_plugin_of_jax_that_cannot_be_used_is_one_message(command: tuple[str, ...], tmp_path: Path) -> None:
+    """As jax's plugin for GPUs on a machine without their driver: it raises while jax asks it."""
+    plugin = tmp_path / "jax_plugins" / "broken"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text("def initialize():\n    raise RuntimeError('there is no driver')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.cli", *command, "--run-dir", str(tmp_path / "run")],
+        env={**os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = done.stderr.rstrip().rpartition("\n")[2]
+    assert done.returncode == 2 and last.startswith("axl: error: jax cannot open the devices of this machine: "), last
+    assert "there is no driver" in done.stderr and not (tmp_path / "run").exists()
