@@ -53,7 +53,8 @@ class BaseModel:
         """
         path = fetched(place, "--model")  # a copy, where it is in a bucket
         if not path.is_dir():
-            near = did_you_mean(path.name, (one.name for one in path.parent.iterdir() if one.is_dir())) if path.parent.is_dir() else ""
+            beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+            near = did_you_mean(path.name, beside) if beside else ""
             raise UserError(f"--model {place}: there is no such directory{near}")
         if not is_model(path):
             has = ", ".join(sorted(one.name for one in path.iterdir())[:6]) or "nothing"
