@@ -117,7 +117,7 @@ def _listed_by_subprocess() -> list[tuple[str, str, int | None]]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        reasons = re.findall(r"^\w*Error: .+$", done.stderr, re.MULTILINE)  # a bare AssertionError may follow
+        reasons = re.findall(r"^\w*Error: .+$", done.stderr, re.MULTILINE)  # last is a bare AssertionError, where a platform is named
         last = (reasons or done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise UserError(f"jax cannot open the devices of this machine: {last}; {_WHY}")
     return [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]
@@ -170,7 +170,7 @@ def check_platforms() -> None:
 
 def unopened(error: Exception) -> str | None:
     """Return what to say of jax's error that a platform cannot be opened; None: it is another error."""
-    if isinstance(error, AssertionError):  # what jax ends with if the plugin of the only platform named has failed
+    if isinstance(error, AssertionError):  # jax's last step where the plugin of the only platform named has failed
         frames, named = traceback.extract_tb(error.__traceback__), os.environ.get("JAX_PLATFORMS")
         if not (named and frames and frames[-1].filename.endswith("jax/_src/xla_bridge.py")):
             return None
