@@ -117,7 +117,7 @@ def _listed_by_subprocess() -> list[tuple[str, str, int | None]]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        reasons = re.findall(r"^\w*Error: .+$", done.stderr, re.MULTILINE)  # last is a bare AssertionError, where a platform is named
+        reasons = re.findall(r"^\w*Error: .+$", done.stderr, re.MULTILINE)
         last = (reasons or done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise UserError(f"jax cannot open the devices of this machine: {last}; {_WHY}")
     return [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]

@@ -212,7 +212,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("command", [("train", "demo_sft"), ("rl", "demo")])
 def test_a_plugin_of_jax_that_cannot_be_used_is_one_message(command: tuple[str, ...], tmp_path: Path) -> None:
-    """As jax's plugin for GPUs on a machine without their driver: it raises while jax asks it."""
+    """The plugin raises while jax asks it, as that for GPUs does without their driver."""
     plugin = tmp_path / "jax_plugins" / "broken"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text("def initialize():\n    raise RuntimeError('there is no driver')\n")
