@@ -33,7 +33,11 @@ Signature = dict[str, Leaf]  # path, such as "batch/tokens" -> leaf
 
 
 class CompiledStep:
-    """`step(state, batch)` as one compiled program, or as many as the run allows."""
+    """`step(state, batch)` as one compiled program, or as many as the run allows.
+
+    Attributes:
+        step: the jitted function.
+    """
 
     def __init__(self, step: Any, *, allowed: int = 1, around: Around = lambda: contextlib.nullcontext({})):
         """Take the step; it is compiled by the first call.
@@ -44,9 +48,13 @@ class CompiledStep:
             around: context entered while a program is compiled; the dict that it yields receives the program's memory
                 on a device, in bytes: `arguments`, `outputs`, `temporaries`, `aliased`.
         """
-        self._step, self._allowed, self._around = step, allowed, around
+        self.step, self._allowed, self._around = step, allowed, around
         self._programs: list[tuple[Signature, Any]] = []
         self._current: Any = None
+
+    def of(self, step: Any) -> "CompiledStep":
+        """Return another step, with the same limit and context."""
+        return CompiledStep(step, allowed=self._allowed, around=self._around)
 
     @property
     def compiled(self) -> int:
@@ -80,7 +88,7 @@ class CompiledStep:
                 "the trainer's max_compilations to the number of different shapes"
             )
         with self._around() as memory:
-            program = self._step.lower(state, batch).compile()
+            program = self.step.lower(state, batch).compile()
             memory.update(_memory(program))
         self._programs.append((now, program))
         self._current = program

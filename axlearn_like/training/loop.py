@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import jax
@@ -82,17 +83,32 @@ class TrainingLoop:
 
     def advance(self, timeout: float = 0.0) -> bool:
         """Make one update and do all that is due after it; False if its batch is not there within `timeout` seconds."""
-        clock, log, step = self.clock, self.log, self.step + 1
-        clock.to("input")
-        batch = self.source.next(step, self.state, timeout)
-        if batch is None:
+        if (batch := self.take(timeout)) is None:
             return False
-        if not log.devices_idle:
-            clock.cause = "step"  # the devices were still busy: nobody waited
-        clock.to("step")
-        with self.profiler.window(step, log.pending):
-            metrics = self._update(step, batch)
-        self.step = step
+        with self.profiled():
+            state, metrics = self._update(batch)
+        self.complete(state, metrics)
+        return True
+
+    def take(self, timeout: float = 0.0) -> Any | None:
+        """Return the batch of the next update, which is to follow; None if it is not there within `timeout` seconds."""
+        self.clock.to("input")
+        batch = self.source.next(self.step + 1, self.state, timeout)
+        if batch is not None:
+            if not self.log.devices_idle:
+                self.clock.cause = "step"  # the devices were still busy: nobody waited
+            self.clock.to("step")
+        return batch
+
+    def profiled(self) -> AbstractContextManager[Any]:
+        """Return the context of the next update, which a profile may be of."""
+        return self.profiler.window(self.step + 1, self.log.pending)
+
+    def complete(self, state: State, metrics: Mapping[str, Any]) -> None:
+        """Do all that is due after the update by the batch that was taken."""
+        clock, log = self.clock, self.log
+        self.state, self.step = state, self.step + 1
+        step = self.step
         self.source.updated(step, self.state, metrics)
         self.tiers.check()
         wanted = step % self.log_every == 0 or step == self.num_steps or self.tiers.compares(step)
@@ -107,7 +123,6 @@ class TrainingLoop:
         if self.tiers.should_save(step):
             self.save()
         clock.to("input")
-        return True
 
     def save(self) -> None:
         """Start to write a checkpoint of the last update, if there is none yet."""
@@ -117,13 +132,11 @@ class TrainingLoop:
             self.tiers.save(self.step, state, extras, self._measured())
         self.beat(self.step)
 
-    def _update(self, step: int, batch: Any) -> Mapping[str, Any]:
-        if self.sdc_check is None or not self.sdc_check.due(step):
-            self.state, metrics = self.step_fn(self.state, batch)
-        else:
-            with self.clock.spending("sdc_check"):
-                self.state, metrics = self.sdc_check.run(self.step_fn, step, self.state, batch)
-        return metrics
+    def _update(self, batch: Any) -> tuple[State, Mapping[str, Any]]:
+        if self.sdc_check is None or not self.sdc_check.due(self.step + 1):
+            return self.step_fn(self.state, batch)
+        with self.clock.spending("sdc_check"):
+            return self.sdc_check.run(self.step_fn, self.step + 1, self.state, batch)
 
     def _evaluate(self) -> dict[str, float] | None:
         """Run the evaluators that are due and return their scalars; None if none is."""

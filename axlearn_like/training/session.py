@@ -37,10 +37,10 @@ from axlearn_like.training.early_stopping import EarlyStopping
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.loop import TrainingLoop, UpdateSource
 from axlearn_like.training.losses import Loss
-from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.opening import print_account
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.step import AccumulatedStep, HeldStep, State, init_state
+from axlearn_like.training.updates.minibatches import MinibatchStep
 from mesh.devices import compilers
 from mesh.distributed import ProcessGroup
 from mesh.rules import AxisRules, check_rules

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from axlearn_like.layers.parameter_names import merged, only, path_name, without
 from axlearn_like.layers.wrappers.low_rank.matrices import dropout_key
 from axlearn_like.learner import Learner
-from axlearn_like.learner.schedules import Schedule, given_rate
+from axlearn_like.learner.schedules import Schedule
 from axlearn_like.training.losses import LossFn, Metrics
+from axlearn_like.training.updates.held import HeldStep, step_options
+from axlearn_like.training.updates.programs import Call, Calls, State, Step, StepProgram, run_calls
 from mesh.errors import UserError
 from mesh.sharding import split_rows
 
 SHARED = "shared"  # name in a batch of arrays that have no rows: every slice has them whole
-State = dict[str, Any]  # {"step": int32[], "params": nested dict, "opt_state": tree}, and what else a learner keeps
-Step = Callable[[State, Any], tuple[State, Metrics]]
 
 
 def init_state(params: Any, learner: Learner) -> State:
@@ -83,55 +83,6 @@ def make_train_step(
     return _jitted(step, learner, like, compiler_options)
 
 
-class HeldStep:
-    """`step(state, inputs)` that moves what changes: frozen parameters go in undonated, and come back as they are.
-
-    So several trainers can hold the same arrays of a base.
-
-    Attributes:
-        step: jitted `(state without frozen parameters, {"held", "inputs"}) -> (such a state, metrics)`; donates it.
-        rate: from the number of applied updates to the learning rate, if the learner's schedule is `GivenRate`.
-    """
-
-    rate: Any = None
-
-    def __init__(self, step: Step, learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None):
-        """Take a pure step over whole states, and the other arguments of `make_train_step`."""
-
-        def moved(moving: State, parts: Any) -> tuple[State, Metrics]:
-            whole = {**moving, "params": merged(parts["held"], moving["params"])}
-            with given_rate(parts.get("rate")):
-                state, metrics = step(whole, parts["inputs"])
-            return self.parted(state)[0], metrics
-
-        self._learner = learner
-        options = _step_options(learner, None if like is None else self.parted(like)[0], compiler_options)
-        self.step: Any = jax.jit(moved, donate_argnums=0, **options)
-
-    def parted(self, state: State) -> tuple[State, Any]:
-        """Return a state without its frozen parameters, and those."""
-        params, names = state["params"], self._learner.frozen(state["params"])
-        return {**state, "params": without(params, names)}, only(params, names)
-
-    def __call__(self, state: State, inputs: Any) -> tuple[State, Metrics]:
-        """Return the state after the update, and metrics; all of the state but its frozen parameters is donated."""
-        moving, held = self.parted(state)
-        parts = {"held": held, "inputs": inputs}
-        if self.rate is not None:
-            parts["rate"] = self.rate(state["opt_state"]["applied"])
-        moving, metrics = self.step(moving, parts)
-        return {**moving, "params": merged(held, moving["params"])}, metrics
-
-    def trace(self, state: State, inputs: Any) -> Any:
-        """Return the trace of the program that a call runs."""
-        moving, held = self.parted(state)
-        return self.step.trace(moving, {"held": held, "inputs": inputs})
-
-    def lower(self, state: State, inputs: Any) -> Any:
-        """Return that program, lowered."""
-        return self.trace(state, inputs).lower()
-
-
 class AccumulatedStep:
     """`step(state, batches)` on batches of several shapes: their gradients are summed, then there is one update.
 
@@ -139,7 +90,7 @@ class AccumulatedStep:
     `make_train_step`.
 
     Attributes:
-        accumulate: jitted `(sums, {"params", "rows"}) -> sums` with the gradients and metrics of one batch.
+        accumulate: program `(sums, {"held", "params", "rows"}) -> (sums, {})` with gradients and metrics of one batch.
         trained: returns these parameters, out of a state.
         update: `(state, sums) -> (state, metrics)`, as `make_train_step` returns it.
     """
@@ -153,17 +104,18 @@ class AccumulatedStep:
         compiler_options: Mapping[str, str] | None = None,
     ):
         """Take the arguments of `make_train_step`."""
-        options = _step_options(learner, None, compiler_options)
+        options = step_options(learner, None, compiler_options)
         differentiated = _differentiated(loss_fn, learner)
 
         def accumulate(sums: Any, inputs: Any) -> Any:
-            (_, metrics), grads = differentiated(inputs["params"], inputs["rows"])
-            return {
+            (_, metrics), grads = differentiated(merged(inputs["held"], inputs["params"]), inputs["rows"])
+            added = {
                 "grads": jax.tree.map(lambda t, g: t + g.astype(t.dtype), sums["grads"], grads),
                 "metrics": {
                     name: _combined(name, jnp.stack([sums["metrics"][name], value])) for name, value in metrics.items()
                 },
             }
+            return added, {}
 
         def update(state: State, sums: Any) -> tuple[State, Metrics]:
             return _updated(learner, state, sums["grads"], sums["metrics"])
@@ -171,7 +123,7 @@ class AccumulatedStep:
         self._loss_fn, self._learner, self._options = loss_fn, learner, options
         self.trained: Callable[[State], Any] = learner.trained
         self._empty: Any = None
-        self.accumulate: Any = jax.jit(accumulate, donate_argnums=0, **options)
+        self.accumulate: Any = StepProgram(accumulate, **options)
         self.update: Any = _jitted(update, learner, like, compiler_options)
 
     def empty(self, params: Any, rows: Any) -> Any:
@@ -181,16 +133,37 @@ class AccumulatedStep:
         least = {name: -jnp.inf if name.endswith("_max") else 0 for name in metrics}
         return {"grads": grads, "metrics": {name: jnp.full((), least[name], m.dtype) for name, m in metrics.items()}}
 
+    def parted(self, state: State) -> dict[str, Any]:
+        """Return the parameters of which `accumulate` takes gradients, and the others."""
+        params, held = _parted(self._learner, self._learner.trained(state))
+        return {"held": held, "params": params}
+
     def __call__(self, state: State, batches: Sequence[Any]) -> tuple[State, Metrics]:
         """Return the state after the update, and metrics; the state is donated."""
+        return run_calls(self.calls(state, batches))
+
+    def calls(self, state: State, batches: Sequence[Any]) -> Calls:
+        """Return the update call by call."""
         params = self.trained(state)
         if self._empty is None:
             rows = jax.eval_shape(lambda: batches[0])
             self._empty = jax.jit(lambda params: self.empty(params, rows), **self._options)
         sums = self._empty(params)
         for rows in batches:
-            sums = self.accumulate(sums, {"params": params, "rows": rows})
-        return self.update(state, sums)
+            sums, _ = yield Call(self.accumulate, sums, {**self.parted(state), "rows": rows})
+        return (yield from calls_of(self.update, state, sums))
+
+
+def calls_of(step: Any, state: State, inputs: Any) -> Calls:
+    """Return a step's update call by call; one of another kind is one call, of what it is."""
+    if isinstance(step, HeldStep | AccumulatedStep):
+        return (yield from step.calls(state, inputs))
+    return (yield Call(step, state, inputs))
+
+
+def program_of(step: Any) -> StepProgram:
+    """Return the program of the update of a step with frozen parameters."""
+    return program_of(step.update) if isinstance(step, AccumulatedStep) else step.step
 
 
 def at_rate(step: Any, schedule: Schedule) -> Any:
@@ -209,13 +182,7 @@ def at_rate(step: Any, schedule: Schedule) -> Any:
 def _jitted(step: Step, learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None) -> Any:
     if learner.freezes:
         return HeldStep(step, learner, like, compiler_options)
-    return jax.jit(step, donate_argnums=0, **_step_options(learner, like, compiler_options))
-
-
-def _step_options(learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None) -> dict[str, Any]:
-    options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
-    out = None if like is None else learner.step_shardings(like)
-    return options if out is None else {**options, "out_shardings": out}
+    return jax.jit(step, donate_argnums=0, **step_options(learner, like, compiler_options))
 
 
 def _differentiated(loss_fn: LossFn, learner: Learner, dropout: int | None = None) -> Callable[..., Any]:

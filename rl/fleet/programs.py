@@ -102,7 +102,7 @@ def _microbatch(experiment: Experiment, make: Callable[[], Mesh], length: int) -
     sums = _sums(program, mesh, trainer, batch)
     flops = model_flops(cfg.policy, shared_prompt_workload(rows, prefix, 1, length), backward=True)
     what = f"{rows} rows of {prefix} tokens of prompts and {length} of answers, unpacked"
-    inputs = {"params": program.step.trained(program.state), "rows": batch}
+    inputs = {**program.step.parted(program.state), "rows": batch}
     trace = partial(traced, program.step.accumulate, mesh, trainer.axis_rules, sums, inputs)
     return Program("train", mesh, trace, rows, prefix + length, flops, f"forward and backward pass of {what}")
 

@@ -30,11 +30,13 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.alignment.reference import Reference
+from axlearn_like.training.loop import TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
-from axlearn_like.training.minibatches import MinibatchStep
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.session import Session
-from axlearn_like.training.step import State, Step, at_rate
+from axlearn_like.training.step import State, Step, at_rate, program_of
+from axlearn_like.training.updates.minibatches import MinibatchStep
+from axlearn_like.training.updates.programs import StepProgram
 from mesh.distributed import ProcessGroup
 from mesh.rules import use_mesh
 from rl.objective import NegativeReward, Objective
@@ -96,6 +98,7 @@ class PolicyTrainer(Configurable):
             self._session = Session(cfg, run, self._mesh, self._group, **where)
             self._session.tiers.memory = services.states
             program = cfg.program(self._mesh, learner) if first.base is None else self._shared_program()
+            self._shared = None if first.base is None else program_of(program.step)
             updates = None if cfg.updates is None else cfg.updates.build(seed=first.seed)
             until: dict[str, Any] = {} if updates is None else {"until": updates.too_far}
             program = program._replace(step=MinibatchStep(program.step, **until))
@@ -207,6 +210,22 @@ class PolicyTrainer(Configurable):
     def mesh(self) -> Mesh:
         """The mesh of its devices."""
         return self._mesh
+
+    @property
+    def loop(self) -> TrainingLoop:
+        """The loop over its updates."""
+        return self._loop
+
+    @property
+    def shared(self) -> StepProgram | None:
+        """The program of its updates if those of other trainers may run with them in a loop, else None."""
+        loop = self._loop
+        alone = self._shared is None or not self._shared.loops or loop.sdc_check is not None
+        return None if alone or not isinstance(loop.step_fn, MinibatchStep) else self._shared
+
+    def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of what its loop does."""
+        return use_mesh(self._mesh, self.cfg.axis_rules)
 
     @property
     def step(self) -> int:

@@ -3,13 +3,16 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Protocol
 
 from axlearn_like.operations.sdc import CorruptionError
 from axlearn_like.run.disk import DiskFull
+from axlearn_like.training.updates.programs import Calls
 from mesh.errors import UserError
 from rl.parameter_server.errors import WeightsError
+from rl.runtime.policies.joint_updates import JointUpdates
 from rl.training.trainer import PolicyTrainer
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two looks for batches, the longer nothing is ready
@@ -30,8 +33,8 @@ class PolicyFailures(Protocol):
 class PolicyTrainers:
     """`PolicyTrainer`s that take turns, each with its own run, controller, parameter server client, seed and config.
 
-    A policy has the bits that it would have alone: its updates are programs of its own. Only the base's arrays are
-    shared, which no step changes or donates, and compiled programs.
+    A policy has the bits that it would have alone. The base's arrays are shared, which no step changes or donates, and
+    compiled programs, in which policies that have a batch are updated together (`JointUpdates`).
 
     One that fails by an error of its own (a reward that its objective refuses, a damaged checkpoint) is saved as far as
     it got, named to the controllers, and the others go on; when all have failed, that is an error.
@@ -67,6 +70,7 @@ class PolicyTrainers:
                     self._made[name] = opened.enter_context(trainer)
             self._raise_if_all_failed()
             self._opened = opened.pop_all()
+        self._joint = JointUpdates(self._made, self._try)
 
     def of(self, policy: str) -> PolicyTrainer:
         """Return a policy's trainer."""
@@ -157,10 +161,15 @@ class PolicyTrainers:
         for name, why in self._controllers.failed().items():
             if name in self._going():
                 self._end_failed(name, why)  # a worker has found it
+        taken: dict[str, Calls] = {}
         for name, trainer in self._going().items():
-            if not trainer.done() and not stop():
+            if trainer.done() or stop():
+                continue
+            if name not in self._joint:
                 updated |= bool(self._try(name, trainer.run_once))
-        return updated
+            elif (calls := self._try(name, partial(self._joint.take, name))) is not None:
+                taken[name] = calls
+        return self._joint.make(taken, stop) or updated
 
     def _close(self) -> None:
         for name, trainer in self._going().items():

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.parameter_names import path_name
-from axlearn_like.training.minibatches import MinibatchStep
+from axlearn_like.training.updates.minibatches import MinibatchStep
 from rl.controller.controller import Controller
 from rl.controller.leasing import Leasing
 from rl.controller.ledger import Ledger

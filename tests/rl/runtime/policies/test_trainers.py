@@ -187,7 +187,7 @@ def test_a_policy_has_the_bits_that_it_has_alone(together: Fleet, name: str, tmp
 
 def test_policies_at_other_learning_rates_share_a_program(together: Fleet):
     steps = {name: together.trainers.of(name)._loop.step_fn for name in POLICIES}
-    programs: dict[str, Any] = {name: step.step.step._step for name, step in steps.items()}  # pyright: ignore
+    programs: dict[str, Any] = {name: step.step.step.step for name, step in steps.items()}  # pyright: ignore
     assert programs["a"] is programs["b"] is not programs["c"], "which has another objective"
     assert [{row["lr"] for row in together.rows(name)} for name in "ab"] == [{np.float32(1e-2)}, {np.float32(3e-3)}]
 

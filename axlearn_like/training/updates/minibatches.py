@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from axlearn_like.training.losses import Metrics
-from axlearn_like.training.step import State, Step
+from axlearn_like.training.step import State, Step, calls_of
+from axlearn_like.training.updates.programs import Calls, run_calls
 
 _LATEST = ("lr", "skipped", "spikes")  # metrics of which the last update's value holds for the batch
 
@@ -34,10 +35,14 @@ class MinibatchStep:
 
         `updates` counts them; `*_max` are the largest, counters the latest, and others means over the updates.
         """
+        return run_calls(self.calls(state, minibatches))
+
+    def calls(self, state: State, minibatches: Iterable[Any]) -> Calls:
+        """Return the updates call by call."""
         count = self._next(state["step"])  # count of batches, not of updates
         found: list[Metrics] = []
         for minibatch in minibatches:
-            state, metrics = self.step(state, minibatch)
+            state, metrics = yield from calls_of(self.step, state, minibatch)
             found.append(metrics)
             if self._until(metrics):
                 break

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axlearn_like.training.minibatches import MinibatchStep
+from axlearn_like.training.updates.minibatches import MinibatchStep
 
 
 @jax.jit
