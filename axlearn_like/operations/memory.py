@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,20 +34,49 @@ def check_state_fits(state: Mapping[str, Any], mesh: Mesh, frozen: Collection[st
 
     What a step needs beside them, `axl aot` tells. `frozen`: paths of parameters that have no gradients.
     """
-    first = mesh.local_devices[0]
-    memory, params = device_memory(first), bytes_of_device(state["params"])
+    params = bytes_of_device(state["params"])
     gradients = bytes_of_device(without(state["params"], frozen))
     optimizer = bytes_of_device(state["opt_state"])
     held = bytes_of_device({name: part for name, part in state.items() if name not in ("step", "params", "opt_state")})
-    needed = params + gradients + optimizer + held
+    parts = {"parameters": params, "gradients": gradients, "optimizer": optimizer, "reference policy": held}
+    if said := _too_much(parts, mesh):
+        raise UserError(f"the train state does not fit: {said}; expected more devices, or a smaller model")
+
+
+def check_states_fit(states: Sequence[Mapping[str, Any]], mesh: Mesh, frozen: Sequence[Collection[str]] = ()) -> None:
+    """Refuse described train states that are on a device together and need more than it has (UserError).
+
+    Gradients are those of one at a time.
+
+    Args:
+        states: the train states.
+        mesh: their mesh.
+        frozen: paths of each one's parameters that are those of the first one, too: the same arrays; (): none are.
+    """
+    own = [state["params"] for state in states]
+    moved = [without(params, names) for params, names in zip(own, frozen or [()] * len(own), strict=True)]
+    sizes = [bytes_of_device(params) for params in moved]
+    parts = {
+        "a base": bytes_of_device(own[0]) - sizes[0],
+        "parameters": sum(sizes),
+        "optimizers": sum(bytes_of_device(state["opt_state"]) for state in states),
+        "gradients of one": max(sizes),
+    }
+    if said := _too_much(parts, mesh):
+        fewer = f"fewer of them at a time{'' if frozen else ', LoRA adapters of one base (--apply low_rank)'}"
+        raise UserError(
+            f"the train states of {len(states)} policies do not fit: {said}; expected {fewer}, or more devices"
+        )
+
+
+def _too_much(parts: Mapping[str, int], mesh: Mesh) -> str:
+    """Return the sum of what a device is to hold and what it has; "" if that is enough, or not known."""
+    first, needed = mesh.local_devices[0], sum(parts.values())
+    memory = device_memory(first)
     if memory is None or needed <= memory:
-        return
-    parts = f"parameters {_gib(params)} + gradients {_gib(gradients)} + optimizer {_gib(optimizer)}"
-    parts += f" + reference policy {_gib(held)}" if held else ""
-    have = f"each of the {mesh.size} devices ({first.device_kind}) has {_gib(memory)}"
-    raise UserError(
-        f"the train state does not fit: {parts} = {_gib(needed)}, and {have}; expected more devices, or a smaller model"
-    )
+        return ""
+    shown = " + ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    return f"{shown} = {_gib(needed)}, and each of the {mesh.size} devices ({first.device_kind}) has {_gib(memory)}"
 
 
 def _gib(size: int) -> str:

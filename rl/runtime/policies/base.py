@@ -1,14 +1,36 @@
-"""The base of the policies, read or drawn once for all their trainers."""
+"""The base of the policies, read or drawn once for all their trainers, and the memory that all need."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from axlearn_like.config import to_text
 from axlearn_like.layers.base import first_params
 from axlearn_like.layers.parameter_names import only
 from axlearn_like.layers.wrappers.shared_base import Base, base_of, check_adapter
+from axlearn_like.learner.schedules import GivenRate
+from axlearn_like.operations.memory import check_states_fit
 from mesh.rules import use_mesh
 from rl.training.config import PolicyTrainingConfig
 from rl.training.spec import FirstVersion
+
+
+def check_memory(cfgs: Iterable[PolicyTrainingConfig[Any]], *, shared: bool) -> None:
+    """Refuse trainers of policies whose states together need more memory than a device has (UserError).
+
+    `shared`: they are adapters of one base.
+    """
+    known: dict[str, tuple[Any, frozenset[str]]] = {}
+    found: list[tuple[Any, frozenset[str]]] = []
+    for cfg in cfgs:
+        key = f"{to_text(cfg.model)}\n{to_text(cfg.learner.clone(schedule=GivenRate.Config()))}"
+        mesh = cfg.check_sizes()
+        if key not in known:
+            with use_mesh(mesh, cfg.axis_rules):
+                learner = cfg.build_learner()
+                state = cfg.program(mesh, learner).state
+                known[key] = state, learner.frozen(state["params"])
+        found.append(known[key])
+    check_states_fit([state for state, _ in found], mesh, [frozen for _, frozen in found] if shared else ())
 
 
 def make_base(

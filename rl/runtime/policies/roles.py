@@ -29,7 +29,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
 from rl.runtime.policies.adapters import adapter_limits, adapter_source, are_adapters
-from rl.runtime.policies.base import make_base
+from rl.runtime.policies.base import check_memory, make_base
 from rl.runtime.policies.configs import quotas_of
 from rl.runtime.policies.controllers import Controllers, failures, role_of
 from rl.runtime.policies.role_configs import frozen_players, opponents_of, players_by_policy, resume_together
@@ -157,7 +157,9 @@ class PolicyRoles:
             batches: controllers, by policy.
             weights: clients of the parameter servers, by policy.
         """
-        if are_adapters(self.cfg.policy):
+        adapters, cfgs = are_adapters(self.cfg.policy), [part.experiment.trainer_cfg for part in self._parts.values()]
+        check_memory(cfgs, shared=adapters)
+        if adapters:
             self._base = make_base(self._experiment.trainer_cfg, self._experiment.first_version(self._run))
         checkpoints = {name: part.run.checkpoints / "rl" for name, part in self._parts.items()}
         resume_together(checkpoints, played_together(self._players))

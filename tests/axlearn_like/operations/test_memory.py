@@ -50,6 +50,23 @@ def test_the_refusal_counts_gradients_and_stops_where_memory_does(monkeypatch: p
     memory.check_state_fits(state, mesh)
 
 
+def test_policies_are_counted_together_with_one_base_and_one_gradient(monkeypatch: pytest.MonkeyPatch):
+    mesh, mib = make_mesh({}), 1 << 20
+    base, own = (
+        jax.ShapeDtypeStruct((size // 4,), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+        for size in (64 * mib, mib)
+    )
+    state = {"params": {"w": base, "lora": own}, "opt_state": {"mu": {"lora": own}, "nu": {"lora": own}}}
+    needed = {("w",): 64 + 3 * (1 + 2) + 1, (): 3 * (65 + 2) + 65}  # MiB: a base once, or three whole models
+    for names, size in needed.items():
+        frozen = [names] * 3 if names else ()
+        monkeypatch.setattr(memory, "device_memory", lambda device, size=size: size * mib)
+        memory.check_states_fit([state] * 3, mesh, frozen)
+        monkeypatch.setattr(memory, "device_memory", lambda device, size=size: size * mib - 1)
+        with pytest.raises(UserError, match=r"of 3 policies do not fit: .* = [\d.]+ GiB, and each .* fewer of them"):
+            memory.check_states_fit([state] * 3, mesh, frozen)
+
+
 def test_the_memory_of_a_cpu_is_its_share_of_the_machines():
     shares = {memory.device_memory(device) for device in jax.devices()}
     assert len(shares) == 1 and (shares.pop() or 0) > 1 << 28

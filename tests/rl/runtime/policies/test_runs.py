@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from axlearn_like.checkpoint.convert import StartFrom
+from axlearn_like.operations import memory
 from experiments.modifiers import low_rank
+from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.objective.presets import maxrl
 from rl.runtime.policies.configs import policy_configs
@@ -79,6 +81,19 @@ def test_whole_models_that_train_together_are_each_the_run_that_it_would_be_as_t
         assert_same_outcome(tmp_path / "together" / "policies" / name, tmp_path / name)
     pulled = [row["version"] for row in events(tmp_path / "together" / "policies" / "math", "pull")]
     assert pulled == sorted(set(pulled)), "weights stay while the other policy draws"
+
+
+def test_whole_models_that_do_not_fit_together_are_refused_before_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tiny_experiment()
+    trainer = cfg.build().trainer_cfg
+    state = trainer.program(trainer.check_sizes()).state
+    one = 2 * memory.bytes_of_device(state["params"]) + memory.bytes_of_device(state["opt_state"])
+    monkeypatch.setattr(memory, "device_memory", lambda device: one * 3 // 2)
+    with pytest.raises(UserError, match=r"the train states of 2 policies do not fit: .* expected fewer of them"):
+        run(tmp_path / "both", cfg.clone(policies=WHOLE))
+    assert not events(tmp_path / "both" / "policies" / "math", "train_begin")
 
 
 @pytest.mark.full

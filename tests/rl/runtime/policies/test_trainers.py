@@ -48,7 +48,7 @@ def config(**changes: Any) -> RLExperiment.Config:
 
 POLICIES = {
     "a": {"seed": 1},
-    "b": {"seed": 2, "lr": 3e-3, "prompts_per_step": 2},
+    "b": {"seed": 2, "lr": 3e-3},
     "c": {"seed": 3, "objective": maxrl().set(old_policy="current"), "samples_per_prompt": 2, "rank": 1},
 }
 
@@ -192,6 +192,18 @@ def test_policies_at_other_learning_rates_share_a_program(together: Fleet):
     assert [{row["lr"] for row in together.rows(name)} for name in "ab"] == [{np.float32(1e-2)}, {np.float32(3e-3)}]
 
 
+def test_policies_of_one_program_are_updated_by_one_run_of_it(together: Fleet):
+    """A loop that is compiled once, by the policy that was first; another objective is compiled by itself."""
+    assert {name: name in together.trainers._joint for name in POLICIES} == {"a": True, "b": True, "c": False}
+    rows = {name: read_rows(together.policies[name].run.events_path) for name in POLICIES}
+    compiled = {name: sum(row["event"] == "compile" for row in rows[name]) for name in POLICIES}
+    assert compiled == {"a": 1, "b": 0, "c": 1}
+    updates = {name: [row for row in rows[name] if row["event"] == "update"] for name in "ab"}
+    for one, other in zip(updates["a"], updates["b"], strict=True):
+        ends = one["time"], other["time"]
+        assert max(row["time"] - row["seconds"] for row in (one, other)) < min(ends), "both were under way at a time"
+
+
 def test_the_base_is_held_once_and_never_pushed(together: Fleet):
     held = {leaf.unsafe_buffer_pointer() for leaf in shared_base().values()}
     sizes = {}
@@ -273,10 +285,11 @@ def test_one_that_a_worker_has_failed_is_updated_no_more(together: Fleet, tmp_pa
 def test_run_takes_turns_until_each_is_evaluated_or_stopped(together: Fleet, tmp_path: Path):
     """Stopped, it saves; the rest then gives the same bits as updates that are asked for one by one."""
     stopped = Fleet(tmp_path, POLICIES)
-    assert stopped.run(stop=lambda: stopped.trainers.step >= 2) == 2 and not stopped.trainers.finished
+    made = stopped.run(stop=lambda: stopped.trainers.step >= 2)
+    assert 2 <= made <= 4 and not stopped.trainers.finished, "two of them may be updated at once"
     stopped.close_runs()
     resumed = Fleet(tmp_path, POLICIES)
-    assert resumed.trainers.step == 2
+    assert resumed.trainers.step == made
     assert resumed.run() == STEPS * len(POLICIES) and resumed.trainers.finished
     for name in POLICIES:
         assert resumed.bits(name) == together.bits(name) and resumed.rows(name) == together.rows(name)
