@@ -33,11 +33,7 @@ def call(seed: int, program: Any, held: Any) -> Call:
     factors = {"a": jnp.float32(rng.normal(size=(32, 2))), "b": jnp.float32(rng.normal(size=(2, 48)))}
     moments = jax.tree.map(lambda x: jnp.float32(rng.normal(size=x.shape)), factors)
     given = {"held": held, "rows": jnp.float32(rng.normal(size=(24, 32))), "rate": jnp.float32(1e-2 * seed)}
-    return Call(
-        program,
-        {"factors": factors, "moments": moments},
-        {"held": held, "rows": rows, "rate": jnp.float32(1e-2 * seed)},
-    )
+    return Call(program, {"factors": factors, "moments": moments}, given)
 
 
 @pytest.fixture(scope="module")
