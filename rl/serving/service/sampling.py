@@ -7,7 +7,7 @@ request go in by parts of fixed size, each with a seed of its own: the answer de
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -84,8 +84,8 @@ class SamplingQueue:
         self._lock = threading.RLock()
         self._adapters = EngineAdapters(engine, places, read, self._lock, self._adapter_changed)
         self._queues: dict[str, deque[_Draw]] = {}
-        self._unanswered: dict[str, int] = {}
-        self._rows: dict[str, int] = {}  # sequences in the engine by tenant
+        self._unanswered = Counter[str]()
+        self._rows = Counter[str]()  # sequences in the engine by tenant
         self._next: str | None = None  # tenant that was chosen, and waits for free rows
         self._sent = 0  # parts so far
         self._seen: dict[str, int] = {}  # the last part of each tenant, the oldest first
@@ -109,10 +109,10 @@ class SamplingQueue:
         with self._lock:
             if self._closed:
                 raise ServiceError("the service is shutting down", "server")
-            if self._unanswered.get(tenant, 0) >= self._waiting:
+            if self._unanswered[tenant] >= self._waiting:
                 said = f"{self._waiting} requests for samples are unanswered; ask for more when some are"
                 raise ServiceBusy(said + self._share.quota(tenant))
-            self._unanswered[tenant] = self._unanswered.get(tenant, 0) + 1
+            self._unanswered[tenant] += 1
             self._queues.setdefault(tenant, deque()).append(draw)
             self._admit()
         draw.future.add_done_callback(lambda _: self._answered(draw))
@@ -156,7 +156,7 @@ class SamplingQueue:
                     return
                 self._next = self._share.choose(ready)
             part = self._queues[self._next][0].waiting[0]
-            every = sum(self._rows.values())
+            every = self._rows.total()
             if every and every + part.samples > self._rows_of_engine:
                 return  # rows are kept for it: smaller parts of others would take them one by one
             self._send(self._queues[self._next][0])
@@ -187,7 +187,7 @@ class SamplingQueue:
         draw = self._queues[tenant][0] if tenant in self._queues else None
         if draw is None or not self._adapters.ready(draw.request.adapter):
             return False
-        own = self._rows.get(tenant, 0)
+        own = self._rows[tenant]
         return not own or own + draw.waiting[0].samples <= self._rows_of_engine // len(self._seen.keys() | {tenant})
 
     def _send(self, draw: _Draw) -> None:
@@ -198,7 +198,7 @@ class SamplingQueue:
             del self._seen[next(iter(self._seen))]
         draw.running.append(part)
         self._adapters.use(draw.request.adapter)
-        self._rows[draw.tenant] = self._rows.get(draw.tenant, 0) + part.samples
+        self._rows[draw.tenant] += part.samples
         self._engine.enqueue(part)
 
     def _leave(self, part: _Part, drawn: int = 0) -> None:
@@ -208,8 +208,6 @@ class SamplingQueue:
         draw.running.remove(part)
         self._adapters.free(draw.request.adapter)
         self._rows[draw.tenant] -= part.samples
-        if not self._rows[draw.tenant]:
-            del self._rows[draw.tenant]
 
     # ---- events
 
@@ -268,8 +266,6 @@ class SamplingQueue:
         with self._lock:
             draw.over = True
             self._unanswered[draw.tenant] -= 1
-            if not self._unanswered[draw.tenant]:
-                del self._unanswered[draw.tenant]
             draw.waiting.clear()
             for part in list(draw.running):
                 self._leave(part)

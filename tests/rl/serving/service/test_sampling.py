@@ -39,7 +39,7 @@ def queue(engine: RolloutEngine) -> Iterator[SamplingQueue]:
 
 
 def is_empty(queue: SamplingQueue) -> bool:
-    return not queue._unanswered and not queue._rows
+    return not queue._unanswered.total() and not queue._rows.total()
 
 
 def bits(output: RequestOutput) -> list[Any]:
