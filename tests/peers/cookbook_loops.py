@@ -7,8 +7,9 @@ Each WORD is the numbers of its tokens, with commas: the first is the prompt, ot
 import asyncio
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import chz
 import tinker

@@ -1,10 +1,11 @@
 """Updates of several policies by one run of a program: a loop over their adapters, optimizer states and batches.
 
-The frozen base is an argument that they share. A turn of the loop is the update of one policy, by the program that it
-has alone, so it has the same bits; what the base alone decides, such as a layout of its matrices, is done once.
+The frozen base is an argument that they share. A turn of the loop is the update of one policy. A loop has a fixed width
+and makes as many turns as it is asked for, so there is one program for policies of one structure (model, rank,
+objective, shape of a batch), however many of them have a batch.
 
-A loop has a fixed width and computes as many turns as it is asked for. So there is one program for policies of one
-structure (model, rank, objective, shape of a batch), however many of them have a batch.
+A policy that is the only one is updated by such a loop, too. In a program without a loop XLA may fuse other operations,
+and so round otherwise; bodies of loops of two widths are the same operations.
 """
 
 from collections import Counter
@@ -19,20 +20,21 @@ from axlearn_like.training.updates.programs import Call, Calls, run_together
 from rl.training.trainer import PolicyTrainer
 
 WIDTH = 8  # turns of a loop at most: it holds as many adapters and optimizer states twice
+_LEAST = 2  # a width of 1 would be other operations: XLA drops slices of the whole
 
 Attempt = Callable[[str, Callable[[], Any]], Any]  # calls something of a policy; None: the policy has failed
 
 
 class JointUpdates:
-    """Updates of those policies whose program is that of others, too."""
+    """Updates of the policies that share a base."""
 
     def __init__(self, trainers: Mapping[str, PolicyTrainer], attempt: Attempt):
         """Take the trainers by policy, and what calls something of one of them."""
         self._trainers, self._attempt = trainers, attempt
-        found = {name: program for name, trainer in trainers.items() if (program := trainer.shared) is not None}
-        counts = Counter(found.values())
-        self._programs = {name: program for name, program in found.items() if counts[program] > 1}
-        self._widths = {program: min(WIDTH, count) for program, count in counts.items()}
+        found = {name: trainer.shared for name, trainer in trainers.items()}
+        self._programs = {name: program for name, program in found.items() if program is not None}
+        counts = Counter(self._programs.values())
+        self._widths = {program: max(_LEAST, min(WIDTH, count)) for program, count in counts.items()}
         self._loops: dict[Any, CompiledStep] = {}
 
     def __contains__(self, policy: str) -> bool:

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axlearn_like.learner import AdamW, Constant, Learner, ParameterGroup
-from axlearn_like.training.step import AccumulatedStep, init_state, make_train_step
+from axlearn_like.learner.schedules import GivenRate
+from axlearn_like.training.step import AccumulatedStep, at_rate, init_state, make_train_step
+from axlearn_like.training.updates.programs import Call, run_together
 from mesh import make_mesh
 from mesh.errors import UserError
 
@@ -147,3 +149,49 @@ def test_frozen_parameters_stay_in_the_same_memory_and_are_not_donated(accumulat
     moved = step.update if accumulated else step
     program = moved.trace(first, {"grads": {"w": base}, "metrics": {}} if accumulated else batch)
     assert len(jax.tree.leaves(program.out_info[0]["params"])) == 1, "the program returns no frozen parameter"
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_updates_call_by_call_in_one_loop_have_the_bits_of_each_alone_and_are_those_of_the_step(accumulated: bool):
+    """Three learners of one base, at rates of their own, each with two microbatches."""
+    groups = (ParameterGroup.Config(match="base", frozen=True),)
+    optimizer = Learner.Config(optimizer=AdamW.Config(), schedule=GivenRate.Config(), groups=groups).build()
+    base = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2)), jnp.float32)
+
+    def loss(params, batch):
+        return linear_loss({"w": params["w"] + params["base"]}, batch)
+
+    shared: Any = AccumulatedStep(loss, optimizer) if accumulated else make_train_step(loss, optimizer, 2)
+    steps = [at_rate(shared, Constant.Config(lr=0.1 * (1 + seed)).build()) for seed in range(3)]
+
+    def arguments(seed: int) -> tuple[Any, Any]:
+        state = init_state({"w": jnp.full((3, 2), seed, jnp.float32), "base": base}, optimizer)
+        rows = [make_batch(4, np.ones((4, 2)), seed=2 * seed + part) for part in range(2)]
+        return state, rows if accumulated else rows[0]
+
+    together = _updated_together([step.calls(*arguments(seed)) for seed, step in enumerate(steps)], 4)
+    for seed, step in enumerate(steps):
+        (alone,) = _updated_together([step.calls(*arguments(seed))], 2)
+        jax.tree.map(np.testing.assert_array_equal, together[seed], alone)
+        expected = step(*arguments(seed))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), together[seed], expected)
+        assert together[seed][0]["params"]["base"] is base
+    assert len({float(metrics["lr"]) for _, metrics in together}) == 3
+
+
+def _updated_together(updates: list[Any], width: int) -> list[Any]:
+    results: list[Any] = [None] * len(updates)
+    while True:
+        found = [_sent(update, result) for update, result in zip(updates, results, strict=True)]
+        if not isinstance(found[0], Call):
+            return found
+        assert len({call.shape for call in found}) == len({call.program for call in found}) == 1
+        results = run_together(found, found[0].program.of_several(width), width)
+
+
+def _sent(update: Any, result: Any) -> Any:
+    try:
+        return update.send(result)
+    except StopIteration as end:
+        return end.value

@@ -48,9 +48,18 @@ def test_each_has_the_bits_that_it_has_alone(held: Any, count: int):
     together = run_together(calls, program.of_several(WIDTH), WIDTH)
     assert len(together) == count
     for one, found in zip(calls, together, strict=True):
-        alone = program(jax.tree.map(jnp.copy, one.changed), one.given)
+        (alone,) = run_together([one], program.of_several(2), 2)
         jax.tree.map(np.testing.assert_array_equal, found, alone)
     assert len({float(found["loss"]) for _, found in together}) == count
+
+
+@pytest.mark.numerics
+def test_results_are_those_of_the_program_without_a_loop(held: Any):
+    program = StepProgram(function)
+    calls = [call(seed, program, held) for seed in range(1, 1 + WIDTH)]
+    for one, found in zip(calls, run_together(calls, program.of_several(WIDTH), WIDTH), strict=True):
+        expected = program(jax.tree.map(jnp.copy, one.changed), one.given)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
 
 
 def test_one_program_for_all_counts(held: Any):
