@@ -39,9 +39,9 @@ class StepProgram:
     def of_several(self, width: int) -> Any:
         """Return jitted `([changed, ...], {"held", "each": [given without held, ...], "count"})`, a list of results.
 
-        Both lists have `width` entries, 2 or more; the first `count` are computed, one after another in a loop. The body
-        is the same whatever width and count are, and so are the bits of each result. What does not change from turn to
-        turn, such as a layout of the frozen matrices, is done once.
+        Both lists have `width` entries, 2 or more; the first `count` are computed, one after another in a loop. Its
+        body is the same whatever width and count are, and so are the bits of each result. What does not change from
+        turn to turn, such as a layout of the frozen matrices, is done once.
         """
         if width not in self._loops:
             self._loops[width] = jax.jit(self._in_loop, **self._options)
