@@ -13,7 +13,7 @@ from axlearn_like.learner import Learner
 from axlearn_like.learner.schedules import Schedule
 from axlearn_like.training.losses import LossFn, Metrics
 from axlearn_like.training.updates.held import HeldStep, step_options
-from axlearn_like.training.updates.programs import Call, Calls, State, Step, StepProgram, run_calls
+from axlearn_like.training.updates.programs import Calls, ProgramCall, State, Step, StepProgram, run_calls
 from mesh.errors import UserError
 from mesh.sharding import split_rows
 
@@ -150,7 +150,7 @@ class AccumulatedStep:
             self._empty = jax.jit(lambda params: self.empty(params, rows), **self._options)
         sums = self._empty(params)
         for rows in batches:
-            sums, _ = yield Call(self.accumulate, sums, {**self.parted(state), "rows": rows})
+            sums, _ = yield ProgramCall(self.accumulate, sums, {**self.parted(state), "rows": rows})
         return (yield from calls_of(self.update, state, sums))
 
 
@@ -158,7 +158,7 @@ def calls_of(step: Any, state: State, inputs: Any) -> Calls:
     """Return a step's update call by call; one of another kind is one call, of what it is."""
     if isinstance(step, HeldStep | AccumulatedStep):
         return (yield from step.calls(state, inputs))
-    return (yield Call(step, state, inputs))
+    return (yield ProgramCall(step, state, inputs))
 
 
 def program_of(step: Any) -> StepProgram:

@@ -7,7 +7,7 @@ from axlearn_like.layers.parameter_names import merged, only, without
 from axlearn_like.learner import Learner
 from axlearn_like.learner.schedules import given_rate
 from axlearn_like.training.losses import Metrics
-from axlearn_like.training.updates.programs import Call, Calls, State, Step, StepProgram, run_calls
+from axlearn_like.training.updates.programs import Calls, ProgramCall, State, Step, StepProgram, run_calls
 
 
 class HeldStep:
@@ -50,7 +50,7 @@ class HeldStep:
         parts = {"held": held, "inputs": inputs}
         if self.rate is not None:
             parts["rate"] = self.rate(state["opt_state"]["applied"])
-        moving, metrics = yield Call(self.step, moving, parts)
+        moving, metrics = yield ProgramCall(self.step, moving, parts)
         return {**moving, "params": merged(held, moving["params"])}, metrics
 
     def trace(self, state: State, inputs: Any) -> Any:

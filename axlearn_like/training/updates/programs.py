@@ -69,7 +69,7 @@ class StepProgram:
         return [jax.tree.map(lambda leaf, at=at: leaf[at], results) for at in range(len(changed))]
 
 
-class Call(NamedTuple):
+class ProgramCall(NamedTuple):
     """A call that an update is waiting for: its result is sent back.
 
     Attributes:
@@ -95,7 +95,7 @@ class Call(NamedTuple):
         return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves), shared
 
 
-Calls = Generator[Call, Any, tuple[State, Metrics]]  # an update, call by call
+Calls = Generator[ProgramCall, Any, tuple[State, Metrics]]  # an update, call by call
 
 
 def run_calls(calls: Calls) -> tuple[State, Metrics]:
@@ -109,7 +109,7 @@ def run_calls(calls: Calls) -> tuple[State, Metrics]:
         result = call.run()
 
 
-def run_together(calls: Sequence[Call], program: Any, width: int) -> list[Any]:
+def run_together(calls: Sequence[ProgramCall], program: Any, width: int) -> list[Any]:
     """Return the results of calls of one `shape`, by `of_several(width)` of their program."""
     padded = [*calls, *[calls[0]] * (width - len(calls))]
     each = [{name: part for name, part in call.given.items() if name != "held"} for call in padded]

@@ -16,7 +16,7 @@ from itertools import batched
 from typing import Any
 
 from axlearn_like.operations.recompilation import CompiledStep
-from axlearn_like.training.updates.programs import Call, Calls, run_together
+from axlearn_like.training.updates.programs import Calls, ProgramCall, run_together
 from rl.training.trainer import PolicyTrainer
 
 WIDTH = 8  # turns of a loop at most: it holds as many adapters and optimizer states twice
@@ -73,7 +73,7 @@ class JointUpdates:
     def _results(self, taken: Mapping[str, Calls], width: int) -> Iterator[tuple[str, Any]]:
         """Yield the results of updates: calls of one program and shape run together."""
         results: dict[str, Any] = dict.fromkeys(taken)
-        waiting: dict[str, Call] = {}
+        waiting: dict[str, ProgramCall] = {}
         while results:
             for name, result in results.items():
                 last, found = self._attempt(name, partial(_next, taken[name], result)) or (False, None)
@@ -86,7 +86,7 @@ class JointUpdates:
             same = [name for name, other in kinds.items() if other == kind]
             results = dict(zip(same, self._run([waiting.pop(name) for name in same], width), strict=True))
 
-    def _run(self, calls: Sequence[Call], width: int) -> Sequence[Any]:
+    def _run(self, calls: Sequence[ProgramCall], width: int) -> Sequence[Any]:
         """Return the results of calls of one program and shape."""
         if not calls:
             return ()

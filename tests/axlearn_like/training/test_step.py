@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from axlearn_like.learner import AdamW, Constant, Learner, ParameterGroup
 from axlearn_like.learner.schedules import GivenRate
 from axlearn_like.training.step import AccumulatedStep, at_rate, init_state, make_train_step
-from axlearn_like.training.updates.programs import Call, run_together
+from axlearn_like.training.updates.programs import ProgramCall, run_together
 from mesh import make_mesh
 from mesh.errors import UserError
 
@@ -184,7 +184,7 @@ def _updated_together(updates: list[Any], width: int) -> list[Any]:
     results: list[Any] = [None] * len(updates)
     while True:
         found = [_sent(update, result) for update, result in zip(updates, results, strict=True)]
-        if not isinstance(found[0], Call):
+        if not isinstance(found[0], ProgramCall):
             return found
         assert len({call.shape for call in found}) == len({call.program for call in found}) == 1
         results = run_together(found, found[0].program.of_several(width), width)

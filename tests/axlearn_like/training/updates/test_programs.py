@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axlearn_like.training.updates.programs import Call, StepProgram, run_calls, run_together
+from axlearn_like.training.updates.programs import ProgramCall, StepProgram, run_calls, run_together
 from mesh import make_mesh
 
 WIDTH = 4
@@ -28,12 +28,12 @@ def function(changed: Any, given: Any) -> tuple[Any, Any]:
     return {"factors": factors, "moments": moments}, {"loss": found, "by_unit": jnp.sum(y, axis=0)}
 
 
-def call(seed: int, program: Any, held: Any) -> Call:
+def call(seed: int, program: Any, held: Any) -> ProgramCall:
     rng = np.random.default_rng(seed)
     factors = {"a": jnp.float32(rng.normal(size=(32, 2))), "b": jnp.float32(rng.normal(size=(2, 48)))}
     moments = jax.tree.map(lambda x: jnp.float32(rng.normal(size=x.shape)), factors)
     given = {"held": held, "rows": jnp.float32(rng.normal(size=(24, 32))), "rate": jnp.float32(1e-2 * seed)}
-    return Call(program, {"factors": factors, "moments": moments}, given)
+    return ProgramCall(program, {"factors": factors, "moments": moments}, given)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_sharded_arrays_keep_their_shardings():
     sharding = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
     with jax.set_mesh(mesh):
         every = [jax.device_put(jnp.full((4, 8 * mesh.size), float(n)), sharding) for n in range(3)]
-        calls = [Call(program, {"p": p}, {"held": {}, "by": jnp.float32(2)}) for p in every]
+        calls = [ProgramCall(program, {"p": p}, {"held": {}, "by": jnp.float32(2)}) for p in every]
         together = run_together(calls, program.of_several(WIDTH), WIDTH)
     for number, (changed, found) in enumerate(together):
         assert changed["p"].sharding == sharding
@@ -95,8 +95,8 @@ def test_calls_go_together_if_shapes_are_equal_and_frozen_arrays_the_same(held: 
 
 def test_calls_of_an_update_are_run_in_turn():
     def calls() -> Any:
-        first = yield Call(lambda changed, given: (changed + given, None), 1, 2)
-        second = yield Call(lambda changed, given: (changed * given, None), first[0], 5)
+        first = yield ProgramCall(lambda changed, given: (changed + given, None), 1, 2)
+        second = yield ProgramCall(lambda changed, given: (changed * given, None), first[0], 5)
         return {"step": second[0]}, {"loss": first[0]}
 
     assert run_calls(calls()) == ({"step": 15}, {"loss": 3})
