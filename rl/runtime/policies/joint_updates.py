@@ -20,7 +20,7 @@ from axlearn_like.training.updates.programs import Calls, ProgramCall, run_toget
 from rl.training.trainer import PolicyTrainer
 
 WIDTH = 8  # turns of a loop at most: it holds as many adapters and optimizer states twice
-_LEAST = 2  # a width of 1 would be other operations: XLA drops slices of the whole
+_LEAST = 2  # turns of a loop at least: with one, XLA drops slices of the whole, and so has other operations
 
 Attempt = Callable[[str, Callable[[], Any]], Any]  # calls something of a policy; None: the policy has failed
 
