@@ -1,7 +1,7 @@
 """The loops of tinker-cookbook, unchanged but for the address: supervised and RL, on a service with a tiny base.
 
-`python cookbook_loops.py URL MODEL FOLDER WORD...` prints a line of JSON: rows of metrics of both loops, then ends.
-Each WORD is the numbers of its tokens, with commas: the first is the prompt, others are what is taught and rewarded.
+`python cookbook_loops.py URL MODEL FOLDER WORD WORD` prints a line of JSON: rows of metrics of both loops, then ends.
+A WORD is the numbers of its tokens, with commas: the first is the prompt, the second the answer that is taught.
 """
 
 import asyncio
@@ -61,21 +61,21 @@ class RowsBuilder(SupervisedDatasetBuilder):
         return Rows(), None
 
 
-class FirstToken(Env):
-    """Rewarded is an answer that begins as that one."""
+class Parity(Env):
+    """Rewarded is a first token that is as even, or odd, as the answer's."""
 
     async def initial_observation(self) -> Any:
         return tinker.ModelInput.from_ints(PROMPT_TOKENS), []
 
     async def step(self, action: Any, *, extra: Any = None) -> StepResult:
         done = tinker.ModelInput.from_ints([])
-        reward = float(list(action)[:1] == ANSWER_TOKENS[:1])
+        reward = float(action[0] % 2 == ANSWER_TOKENS[0] % 2)
         return StepResult(reward=reward, episode_done=True, next_observation=done, next_stop_condition=[])
 
 
 class Group(EnvGroupBuilder):
     async def make_envs(self) -> Sequence[Env]:
-        return [FirstToken() for _ in range(SAMPLES)]
+        return [Parity() for _ in range(SAMPLES)]
 
 
 class Problems(RLDataset):

@@ -36,4 +36,4 @@ def test_its_supervised_and_its_rl_loop_run_unchanged_but_for_the_address(tmp_pa
     losses = [row["train_mean_nll"] for row in found["supervised"] if "train_mean_nll" in row]
     assert losses[0] > 4 and losses[-1] < losses[0] / 2
     rewards = [row["env/all/reward/total"] for row in found["rl"] if "env/all/reward/total" in row]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
