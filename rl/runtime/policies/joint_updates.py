@@ -22,7 +22,7 @@ from rl.training.trainer import PolicyTrainer
 WIDTH = 8  # turns of a loop at most: it holds as many adapters and optimizer states twice
 _LEAST = 2  # turns of a loop at least: with one, XLA drops slices of the whole, and so has other operations
 
-Attempt = Callable[[str, Callable[[], Any]], Any]  # calls something of a policy; None: the policy has failed
+Attempt = Callable[[str, Callable[[], Any]], Any]  # a call for a policy; None: it has failed
 
 
 class JointUpdates:
@@ -62,7 +62,7 @@ class JointUpdates:
     def _make(self, taken: Mapping[str, Calls], width: int) -> None:
         """Make updates of one program, and do what is due after each."""
         trainers = {name: self._trainers[name] for name in taken}
-        with next(iter(trainers.values())).on_mesh():  # that of all: it is part of the program
+        with next(iter(trainers.values())).on_mesh():  # mesh of all: it is part of the program
             with ExitStack() as profiled:
                 for trainer in trainers.values():
                     profiled.enter_context(trainer.loop.profiled())
