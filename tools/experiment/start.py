@@ -78,8 +78,14 @@ def begin(command: str, run: RunOptions, start: StartOptions) -> tuple[RunOption
 
     trust_place(start.reward or "")
     found = plan_start(command, dataclasses.replace(start, seed=run.seed or 0))
-    name = "-".join(start.names) if start.save_experiment is None else Path(start.save_experiment).stem
+    name = run_name(command, start) if start.save_experiment is None else Path(start.save_experiment).stem
     return dataclasses.replace(run, seed=None, run_dir=run.run_dir or Path("runs") / name), start, found
+
+
+def run_name(command: str, start: StartOptions) -> str:
+    """Return the name of a start's run: SFT and DPO of a model and its rows are other runs than RL."""
+    kind = [] if command == "rl" else ["dpo" if start.pairs else "sft"]
+    return "-".join((*start.names, *kind))
 
 
 def show(found: Start, cfg: Any, start: StartOptions) -> None:

@@ -31,7 +31,7 @@ from rl.verification.scorers import ReasoningGymScorer
 from rl.verification.verifiers.math import MathVerifier
 from tests.experiments.start.conftest import write_lines
 from tools.cli import main
-from tools.experiment.start import export
+from tools.experiment.start import export, run_name
 from tools.run import run
 
 PAIRS = [{"prompt": f"{a}?", "chosen": str(a), "rejected": str(a + 1)} for a in range(40)]
@@ -286,6 +286,16 @@ def test_one_command_trains_exports_and_resumes_and_its_file_goes_on(
     )
     assert trained.returncode == 0, trained.stderr
     assert "eval_loss" in Path("taught/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "pairs", "name"),
+    [("rl", None, "small-rows"), ("train", None, "small-rows-sft"), ("train", True, "small-rows-dpo")],
+)
+def test_each_way_of_learning_from_the_same_rows_has_a_run_of_its_own(
+    command: str, pairs: bool | None, name: str
+) -> None:
+    assert run_name(command, StartOptions(model="small", data="rows.jsonl.gz", pairs=pairs)) == name
 
 
 def test_a_yaml_file_has_the_options_and_the_command_line_goes_before_it(
