@@ -125,8 +125,10 @@ def supervise(cfg: Any, run: RunOptions, where: Path, members: int, processes: i
             return {**row, "finished": True, "before": True}
         cfg.elastic.supervisor(command, members, EventLog(opened.events_path), say).run(lambda: stop.requested)
         ends = [row for row in read_rows(opened.events_path) if row["event"] == "train_end"]
-        rows = read_rows(opened.metrics_path)
-        return {**(rows[-1] if rows else {}), "step": ends[-1]["step"], "finished": ends[-1]["reason"] == "done"}
+        last = next(reversed(read_rows(opened.metrics_path)), {"step": 0})
+        if not ends:  # stopped, and all members ended before one could say so
+            return {**last, "finished": False}
+        return {**last, "step": ends[-1]["step"], "finished": ends[-1]["reason"] == "done"}
 
 
 def outcome(row: Mapping[str, Any], steps: int, where: Path | str) -> str:
