@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import axlearn_like.kernels.paged_attention.kernel as ragged
+import axlearn_like.kernels.paged_attention.ragged as ragged
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.rows import PagedRows
 from axlearn_like.layers.moe.experts import Experts

@@ -232,6 +232,6 @@ def test_roles_on_other_machines_need_a_common_disk(monkeypatch: pytest.MonkeyPa
         job.check("ray", "gs://bucket/x")  # before the cluster is asked
     job.check("inprocess", "gs://bucket/x")  # one process, whatever the environment says
     monkeypatch.delenv("RAY_ADDRESS")
-    apart = registry.get("demo")
+    apart: Any = registry.get("demo")
     apart.fleet = apart.fleet.edited("trainer=cpu:1,workers=2xcpu:1")  # of this machine, without a cluster
     RLRun(apart.build()).check("ray", "gs://bucket/x")

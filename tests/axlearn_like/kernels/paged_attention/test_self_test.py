@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import axlearn_like.kernels.paged_attention.kernel as ragged
+import axlearn_like.kernels.paged_attention.ragged as ragged
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention.self_test import KernelDisagrees, KernelShapes, run_self_test
