@@ -33,6 +33,7 @@ def uneven() -> Any:
     return [{"tokens": row[:n], "loss_mask": np.arange(n) >= n // 3} for row, n in zip(tokens, sizes, strict=True)]
 
 
+@pytest.mark.full
 @pytest.mark.numerics
 def test_each_example_counts_once_whatever_the_batches_are():
     assert_each_counts_once(1)

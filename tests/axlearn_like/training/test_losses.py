@@ -76,6 +76,7 @@ def tiny_loss(**loss):
     return jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
 
 
+@pytest.mark.full
 def test_chunks_of_the_head_change_nothing():
     (whole, metrics), gradients = tiny_loss()
     (chunked, chunked_metrics), chunked_gradients = tiny_loss(chunks=4)

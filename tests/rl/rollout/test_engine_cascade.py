@@ -58,6 +58,7 @@ def both(engine: RolloutEngine, run: Callable[[], list[Rollout]]) -> dict[str, f
     return {name: value - before[name] for name, value in engine.stats().items()}
 
 
+@pytest.mark.full
 def test_groups_draw_the_same_bits_and_read_fewer_keys(engine: RolloutEngine):
     grown = both(engine, lambda: engine.generate(REQUESTS))
     assert grown["preemptions"] > 0

@@ -38,6 +38,7 @@ def requests(samples: int = 3) -> list[Request]:
     return [Request(make_prompt(n, length), samples=samples, seed=3) for n, length in enumerate((290, 41, 257))]
 
 
+@pytest.mark.full
 def test_log_probabilities_are_those_of_scoring():
     """Samples share their prompts, in pages so few that some are preempted."""
     engine = make_engine(decode_from="pages", cascade=3, pages=40, **LONG)

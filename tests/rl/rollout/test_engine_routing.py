@@ -141,6 +141,7 @@ def assert_whole(rollouts: Any) -> None:
         np.testing.assert_array_equal(rollout.routing, expected)
 
 
+@pytest.mark.full
 def test_every_token_has_its_record_whatever_happened_to_its_pages():
     assert layout().layers == (1,) and layout().shape == (1, TOP_K)
     assert_whole([rollout for _, rollout in pairs()])

@@ -114,6 +114,7 @@ def chosen(cfg: Decoder.Config, params: Params, rows: list[tuple[np.ndarray, np.
     return [routing[:, row, : len(p) + len(t) - 1].transpose(1, 0, 2) for row, (p, t) in enumerate(rows)]
 
 
+@pytest.mark.full
 def test_an_engine_in_bfloat16_chooses_the_experts_that_its_trainer_scores():
     """A real push and pull by each codec, where a rounded router would choose others."""
     cfg = policy(SoftmaxRouter.Config(top_k=1))

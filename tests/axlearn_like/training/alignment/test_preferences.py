@@ -227,6 +227,7 @@ def policies() -> tuple[Any, Any, Any]:
     return graphdef, params, initialise(small_decoder(num_layers=1))[1]
 
 
+@pytest.mark.full
 def test_no_layout_of_a_batch_changes_the_gradient(policies):
     """KTO, whose reference point is of the whole batch: rows, order, packing, padding, microbatches."""
     graphdef, params, reference = policies

@@ -92,6 +92,7 @@ def test_an_aborted_group_is_the_same_once_it_is_drawn_again_or_continued(engine
     assert continued == {False, True}
 
 
+@pytest.mark.full
 def test_the_same_with_few_pages(engine: RolloutEngine):
     small = make_engine(pages=12)
     assert_same(branched(small), branched(engine))

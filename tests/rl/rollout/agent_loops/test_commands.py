@@ -60,6 +60,7 @@ def test_observed_tokens_are_no_actions_and_what_follows_is_drawn_as_if_they_had
     np.testing.assert_array_equal(plain.tokens[:5], rollout.tokens[:5])
 
 
+@pytest.mark.full
 def test_a_program_draws_the_same_with_few_pages_and_in_any_company(engine: RolloutEngine):
     expected = run(engine, around, samples=3).rollouts
     small = make_engine(pages=12)

@@ -79,6 +79,7 @@ def test_what_has_ended_its_thinking_is_left_alone(engine: RolloutEngine):
     assert not drawn(engine, late)[0].action_mask.all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
 def test_interrupted_rollouts_that_are_handed_back_continue_to_the_bit(steps: int):
     engine, loop = make_engine(steps_per_dispatch=2, max_num_seqs=8), interrupting(spread=3)

@@ -62,6 +62,7 @@ def test_what_is_cut_is_the_beginning_of_the_form(engine: RolloutEngine) -> None
         assert reason == "length" and re.fullmatch("[0-9]{180}", text)
 
 
+@pytest.mark.full
 def test_other_requests_and_the_same_alone_are_equal_to_the_bit(engine: RolloutEngine) -> None:
     grammar = GRAMMARS.read("json", SCHEMA)
     masked, plain = [ask(grammar, n) for n in range(3)], mixed(8)

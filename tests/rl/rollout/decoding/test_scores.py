@@ -88,7 +88,16 @@ def prompt_logits(prompt: Prompt) -> np.ndarray:
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("changes", [{}, {"pages": 12}, {"steps_per_dispatch": 2, "prefill_tokens": 64}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        *(
+            pytest.param(c, marks=pytest.mark.full)
+            for c in ({"pages": 12}, {"steps_per_dispatch": 2, "prefill_tokens": 64})
+        ),
+    ],
+)
 def test_prompts_are_scored_whatever_is_cached_or_preempted_and_nothing_else_changes(changes: dict[str, Any]) -> None:
     engine, plain = make_engine(**changes), make_engine(**changes)
     prompts = [request(number, samples=1 + number % 2) for number in range(10)]

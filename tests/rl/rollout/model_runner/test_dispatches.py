@@ -37,6 +37,7 @@ def _renamed(computation: str) -> str:
     return re.sub(r"%?([\w.-]+)(?=: )|%([\w.-]+)", lambda m: names.setdefault(m[1] or m[2], f"x{len(names)}"), bare)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 2), ("float32", 1)])
 def test_a_single_sequence_decodes_beside_an_idle_row_where_weights_would_be_copied_to_float32(dtype, rows):
     policy = tiny_policy(num_layers=1).set(dtype=dtype)

@@ -70,6 +70,7 @@ CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHANGES)
 def test_earlier_rollouts_change_no_bit(name: str):
     flat = [one for rollouts in expected() for one in rollouts]
@@ -108,6 +109,7 @@ def test_earlier_rollouts_of_few_samples_and_of_more():
         assert_same(drawn(engine(), asked)[0], [one for rollouts in expected() for one in rollouts])
 
 
+@pytest.mark.full
 def test_a_neighbouring_policy_draws_mostly_the_same_and_other_keys_do_not():
     """Weights with a little noise: with the same keys much of the earlier rollout is kept, with others little."""
     old, long = engine().runner.params, StopConditions()
@@ -156,6 +158,7 @@ def test_partial_rollouts_go_on_with_drafts_behind_them():
     assert counts["coupled_accepted_tokens"] > 10
 
 
+@pytest.mark.full
 def test_beside_other_drafts_and_other_rules():
     """Speculation too, greedy draws, and several chunks of a long answer."""
     policy = tiny_policy(num_layers=1)

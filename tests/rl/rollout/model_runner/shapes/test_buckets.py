@@ -55,6 +55,7 @@ def test_windows_are_whole_blocks_of_keys():
     assert all(shapes(longest=2000).width(tokens) % 64 == 0 for tokens in range(1, 2001))
 
 
+@pytest.mark.full
 def test_prompts_that_end_within_a_block_of_keys_have_the_bits_of_scoring():
     """Prompts of 66 to 96 tokens with three queries to a key/value head, prefilled 32 tokens of a row at a time."""
     policy, found = Policy((96, 3, 1, 32, 256, 264), layers=1), shapes(longest=WIDTH * PAGE)

@@ -129,7 +129,8 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize("kind", ["usual", pytest.param("drafts, adapters, few pages", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["usual", "drafts, adapters, few pages"])
 def test_nothing_is_compiled_for_requests_in_any_order(kind, compiled, monkeypatch):
     """Beside others and alone, with every kind of rules, preempted, resumed, with cached prefixes: to the bit.
 
