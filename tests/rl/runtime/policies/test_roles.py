@@ -210,6 +210,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_each_role_has_the_update_of_its_own_tokens_played_by_hand(whole: Path, tmp_path: Path):
     by_hand(tmp_path, GAMES["both"])
     for name in "ab":

@@ -172,6 +172,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     return fleet
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_has_the_bits_that_it_has_alone(together: Fleet, name: str, tmp_path: Path):
     """Parameters, optimizer state, metrics, and every version that is pushed."""

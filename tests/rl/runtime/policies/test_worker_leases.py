@@ -99,6 +99,7 @@ def lease(number: int, policy: str, index: int, draw: int = 0, **fields: Any) ->
     return Lease(number, step=draw, prompts=(prompt,), **form)
 
 
+@pytest.mark.full
 def test_episodes_are_the_same_in_any_company_and_when_a_problem_is_drawn_twice(engine: RolloutEngine, tmp_path: Path):
     leases = [lease(0, "p", 0), lease(1, "p", 0, draw=1), lease(2, "q", 0), lease(3, "q", 1), lease(4, "p", 1)]
     together = drawn(engine, tmp_path, *leases)

@@ -99,6 +99,7 @@ class Judge:
         return [Score(float(len(answer))) for answer in answers]
 
 
+@pytest.mark.full
 @pytest.mark.numerics
 def test_several_turns_are_one_rollout_of_the_tokens_that_were_drawn(engine: RolloutEngine):
     prompt, rollouts = play(engine, agent("two"))

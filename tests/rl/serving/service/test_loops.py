@@ -73,6 +73,7 @@ def test_a_loss_falls_and_samplers_have_what_was_learned(served: Running):
     assert said.choices[0].text == completion_text(tokenizer, list(drawn.tokens))
 
 
+@pytest.mark.full
 def test_a_reward_rises_by_importance_sampling_with_advantages_of_groups(served: Running):
     model = served.client().create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     tokenizer = TOKENIZER.build()
