@@ -36,9 +36,15 @@ def slow_share(problem_id: int, answer: str) -> float:
     return ascii_share(problem_id, answer)
 
 
-def slow(**changes: Any) -> RLExperiment.Config:
+def slower_share(problem_id: int, answer: str) -> float:
+    """Return the tiny experiment's reward after a longer sleep: an update takes about a second and no CPU."""
+    time.sleep(0.06)
+    return ascii_share(problem_id, answer)
+
+
+def slow(reward: Any = slow_share, **changes: Any) -> RLExperiment.Config:
     """Return the tiny experiment without evaluation, slow enough to inject a fault in the middle."""
-    verifier = Verifier.Config(scorer=FunctionScorer.Config(function=slow_share), processes=1)
+    verifier = Verifier.Config(scorer=FunctionScorer.Config(function=reward), processes=1)
     return tiny_experiment(num_steps=12, evaluation=None, verifier=verifier).set(**changes)
 
 

@@ -13,7 +13,7 @@ from axlearn_like.run.directory import RunDirectory
 from mesh import UserError
 from rl.runtime.ray.runtime import run_ray
 from rl.runtime.role_process import RoleProcess
-from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow
+from tests.rl.runtime.ray.experiments import assert_same_outcome, events, slow, slower_share
 from tests.rl.tiny import tiny_experiment
 
 pytestmark = pytest.mark.timeout(900)  # half a dozen processes each: a busy machine needs long
@@ -51,7 +51,8 @@ class Killer:
 @pytest.mark.usefixtures("shared_session")
 def test_a_spare_goes_on_where_a_killed_process_was(targets, staleness, tmp_path: Path, baseline) -> None:
     steps = 60 if len(targets) == 2 else 240
-    cfg = slow(num_steps=steps, staleness=staleness, standby={"trainer": 1, "worker": 1})
+    # Spares import and compile while updates go on, however busy the machine is.
+    cfg = slow(slower_share, num_steps=steps, staleness=staleness, standby={"trainer": 1, "worker": 1})
     cfg.trainer.checkpoint.set(save_every=1000)  # so that the disk has nothing
     killer, said = Killer(tmp_path, targets, steps), list[str]()
     with RunDirectory.open(tmp_path, to_text(cfg)) as run:
