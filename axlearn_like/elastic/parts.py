@@ -19,6 +19,7 @@ def share(parts: int, member: int, members: int) -> range:
 def nodes(parts: int, mine: range) -> list[Node]:
     """Return the fewest nodes that cover some consecutive parts, in their order.
 
+    >>> from axlearn_like.elastic.parts import nodes
     >>> nodes(8, range(3, 8))
     [(3, 4), (4, 8)]
     """
