@@ -52,7 +52,7 @@ GENERATIONS = {
 }
 _ALIASES = {"v7x": "tpu7x", "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x"}
 _NAME = re.compile(r"[a-z]+\d*[a-z]*")
-# What may be said of a generation that the table lacks -> its default; None: it must be said.
+# Properties of a generation that the table lacks -> default; None: to be given.
 _FACTS: dict[str, float | str | None] = {"memory": None, "host": 4, "devices": 1, "shown": ""}
 
 

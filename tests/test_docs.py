@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES += sorted((ROOT / "docs" / "how-to").glob("*.md"))
 ALL_PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS = ("axlearn_like", "rl", "models", "mesh", "experiments", "tools", "tests", "examples", "docs")
-# What trains instead of reading a config; only with --full.
+# Commands that train instead of reading a config; only with --full.
 SLOW = ("rl", "train")
 
 

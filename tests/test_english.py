@@ -92,19 +92,22 @@ def loose_comments(source: str) -> Iterator[tuple[int, str]]:
             yield number, match[1]
 
 
+_ABOVE = re.compile(r"# (Of|What|Who|Whose|Which|Whether|That|Those) ")
+
+
 def fragments_above(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, comment) of each comment above a line of code that opens on "Of"."""
+    """Yield (line, comment) of each comment above a line of code that opens on a pronoun, or on "Of"."""
     lines = ["", *(line.strip() for line in source.splitlines())]
     for number, (before, line) in enumerate(itertools.pairwise(lines), 1):
-        if line.startswith("# Of ") and not before.startswith("#"):
+        if _ABOVE.match(line) and not before.startswith("#"):
             yield number, line
 
 
 def field_comments(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, comment) of each comment that begins above a config field or behind it, and opens on a fragment."""
+    """Yield (line, comment) of each comment that begins above a field or behind it, and opens on a fragment."""
     lines, loose = source.splitlines(), dict(loose_comments(source))
     for each in ast.walk(tree):
-        if isinstance(each, ast.ClassDef) and each.name.endswith("Config"):
+        if isinstance(each, ast.ClassDef):
             for field in (node for node in each.body if isinstance(node, ast.AnnAssign)):
                 first = field.lineno
                 while lines[first - 2].lstrip().startswith("#"):
@@ -207,10 +210,11 @@ def test_a_good_docstring_is_not(text: str):
 
 
 @pytest.mark.parametrize("comment", ["of a row", "What is read", "whether it is on", "beyond which it ends"])
-def test_a_comment_of_a_field_that_opens_on_a_fragment_is_found(comment: str):
-    (found,) = violations(f"class XConfig:\n    depth: int = 2  # {comment}\n")
+@pytest.mark.parametrize("name", ["XConfig", "Row"])
+def test_a_comment_of_a_field_that_opens_on_a_fragment_is_found(name: str, comment: str):
+    (found,) = violations(f"class {name}:\n    depth: int = 2  # {comment}\n")
     assert found == f"2: comment of a field opens on a fragment: {comment!r}"
-    (found,) = violations(f"class XConfig:\n    # {comment}\n    # a tree\n    depth: int = 2\n")
+    (found,) = violations(f"class {name}:\n    # {comment}\n    # a tree\n    depth: int = 2\n")
     assert found == f"2: comment of a field opens on a fragment: {comment!r}"
     assert list(loose_comments(f"depth = 2  # {comment}\n")) == [(1, comment)]
 
@@ -234,7 +238,7 @@ def test_no_trailing_comment_opens_on_a_fragment(room: str):
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_no_comment_above_code_opens_with_of(room: str):
+def test_no_comment_above_code_opens_on_a_fragment(room: str):
     loose = [
         f"{path}:{line}: {text!r}: open on a noun or an imperative"
         for path in sorted((ROOT / room).rglob("*.py"))

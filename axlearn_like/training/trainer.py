@@ -53,7 +53,7 @@ from mesh.files.written import replace_file
 from mesh.programs.shared import shared_program
 from mesh.rules import use_mesh, use_rules
 
-# What a loss is computed from -> the input of such examples.
+# Kind of examples that a loss is computed from -> their input.
 _INPUTS = {
     "texts": "SupervisedInput",
     "labels": "LabelledInput",

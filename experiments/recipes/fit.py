@@ -39,7 +39,7 @@ _AT_ONCE = 16_384  # tokens of a device in a microbatch: more gain no speed
 _PACKED = 2048  # tokens of answers in a packed row, or a multiple
 _SEQUENCES = 128  # limit of what an engine draws at a time
 _COUNTED = 0.9  # share of an engine's memory for what is counted here; the rest is for prefill and logits
-# What a refusal on a CPU, or on a GPU that nothing is known of, proposes: the first that is large enough.
+# Machines that a refusal on a CPU or an unknown GPU proposes: the first that is large enough.
 _PROPOSED = ("v6e:1x1", "h100:1", "v5e:2x4", "v6e:2x4", "h100:8", "h200:8", "v6e:8x8", "v6e:16x16")
 
 

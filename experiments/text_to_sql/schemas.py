@@ -6,7 +6,7 @@ import numpy as np
 
 __all__ = ["Column", "Schema", "Table", "random_schema"]
 
-# What a question says, and what a column or table may be called.
+# Words of questions, and names that a column or table may have.
 TABLES = {
     "patients": ("patients", "cases"),
     "students": ("students", "pupils"),

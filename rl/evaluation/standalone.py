@@ -42,7 +42,7 @@ class Respondent:
     at_once: int  # problems that the engine gets at a time
     episodes: Episodes | None = None  # episodes of the tasks' environments; None: they have none
     interruption: Interruption | None = None  # long thinking is interrupted; None: it is not
-    # By problem id, tokens that the same keys have drawn from another policy: drafts (`earlier_tokens`)
+    # Tokens by problem id, as the same keys have drawn them from another policy: drafts (`earlier_tokens`)
     earlier: Mapping[int, tuple[np.ndarray, ...]] = dataclasses.field(default_factory=dict[int, tuple[np.ndarray, ...]])
 
     def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:

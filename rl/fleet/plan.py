@@ -253,7 +253,7 @@ def _plan_trainer(
     others, read = (reference, optimizer | critic_optimizer) if shared else (reference | critic, optimizer)
     beside = {"score": optimizer | reference | critic, "train": (read if packed else {}) | others, "update": others}
     beside |= {"critic": policy, "values": (read | reference) if shared else policy | critic_optimizer}
-    # What is scored before the advantages are known runs beside the copy of the last version. Others wait for that.
+    # Scoring before the advantages are known runs beside the copy of the last version. Others wait for that.
     rounded = _rounded(without(state["params"], frozen), types)
     beside["values"] = beside["values"] | rounded
     if trainer_cfg.build_objective().needs_divergence:

@@ -18,7 +18,7 @@ ScoreStatus = Literal["ok", "timeout", "crash", "error"]
 EpisodeEnd = Literal["done", "truncated", "error"]
 
 
-# What a scorer may want to know of a rollout beside its answer: some of "tokens" (ids) and "finish_reason".
+# Details of a rollout that a scorer may want beside its answer: some of "tokens" (ids) and "finish_reason".
 Details = Mapping[str, Any]
 
 
@@ -86,11 +86,11 @@ class Rollout:
     action_mask: np.ndarray  # bool
     finish_reason: FinishReason
     tags: tuple[str, ...] = ()  # approximations in use when it was sampled
-    # With mixtures of experts, if that is recorded: [tokens, layers with experts, top_k] in the smallest unsigned type,
-    # the experts of each token that the policy was fed: prompt and completion without the last. Fewer tokens where the
-    # completion ends with tokens that were given: nothing follows from those.
+    # Experts of each token that the policy was fed (prompt and completion without the last), if recorded: [tokens,
+    # layers with experts, top_k] in the smallest unsigned type. Fewer tokens where the completion ends with tokens that
+    # were given: nothing follows from those.
     routing: np.ndarray | None = None
-    # With a `RecordedSampler`: the tokens that each was drawn from (`packed_candidates`)
+    # Tokens that each was drawn from, with a `RecordedSampler` (`packed_candidates`)
     candidate_tokens: np.ndarray | None = None
     episode: Episode | None = None  # episode of a problem with an environment
     demonstration: bool = False  # given and not drawn: its log-probabilities are 0, of nobody's distribution
@@ -165,19 +165,19 @@ class Lease:
     # Rollouts of these prompts to continue, handed back by a worker that had to leave: for each prompt all samples or
     # none. Those that ended by "stop" or "length" are complete.
     partial: tuple[Rollout, ...] = ()
-    # Changes whenever the trainer starts again: weights pulled before may have been computed again, and the same
-    # version may have other bits
+    # Number that changes whenever the trainer starts again: weights pulled before may have been computed again, and
+    # the same version may have other bits
     incarnation: int = 0
     evaluation: bool = False  # the prompts are held-out problems, whose rollouts are scored and not trained on
     rerun: bool = False  # the prompts may have been generated before, and that was lost: environments may have seen it
     policy: str = ""  # name of the policy that draws them, where an experiment has several; "": its only one
-    # For each prompt the tokens of each sample, as the same keys have drawn them under another version, as far as they
+    # Tokens of each sample by prompt, as the same keys have drawn them under another version, as far as they
     # are known: drafts, which change no result
     earlier: tuple[tuple[np.ndarray, ...], ...] = ()
     # Prompt id -> its samples, which were drawn before and are drawn again to be compared; empty: all samples of all
     # prompts, for an update or an evaluation
     again: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict[int, tuple[int, ...]])
-    # Who draws each role, where the prompts begin episodes of several; empty: one policy draws all
+    # Policy that draws each role, where the prompts begin episodes of several; empty: one draws all
     seats: tuple[Seat, ...] = ()
     # Leases of other policies that were granted with it, as a rule for the other roles of the same episodes
     beside: tuple["Lease", ...] = ()

@@ -33,11 +33,11 @@ class WorkerServices[Weights]:
 class WorkerFeatures:
     """Features of a worker's rollouts, none by default."""
 
-    # What the scorer wants to know of a rollout beside its answer (`Scorer.Config.wants`)
+    # Details of a rollout that the scorer wants beside its answer (`Scorer.Config.wants`)
     wants: frozenset[str] = frozenset()
     episodes: Episodes | None = None
     branching: Branching | None = None  # samples of a prompt share their first tokens, except in evaluations
-    # These are among the samples, except in evaluations; None: the policy draws all
+    # Demonstrations among the samples, except in evaluations; None: the policy draws all
     demonstrations: GroupDemonstrations | None = None
     interruption: Interruption | None = None  # long thinking is interrupted, in evaluations too
 

@@ -23,7 +23,7 @@ class UpdateSpec:
 
     temperature: float  # temperature of the behaviour policy, under which the trainer scores
     chunks: int = 1  # parts of a row's tokens; the logits of one exist at a time
-    # Or of so many words (kernels/policy_head), a multiple of 128; None: of all words of a chunk
+    # Words of a tile instead (kernels/policy_head), a multiple of 128; None: all words of a chunk
     head_tile: int | None = None
     # Parts of padded rows whose gradients are accumulated; each contributes its share of the layers' own losses
     microbatches: int = 1
@@ -77,7 +77,7 @@ class Opponents:
 class DrawingPolicy:
     """Differences of the policy with which engines draw from the trainer's."""
 
-    # From a parameter's path and type to the type in which workers read it.
+    # Function from a parameter's path and type to the type in which workers read it.
     dtypes: Callable[[str, np.dtype], np.dtype] = lambda path, dtype: dtype
     approximations: Sequence[str] = ()  # tags of what engines draw with by their config
     has_base: bool = False  # engines have the frozen parameters already; the others alone are published

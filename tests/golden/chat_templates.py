@@ -73,7 +73,7 @@ def rendered(tokenizer: Any, template: str, case: dict[str, Any]) -> dict[str, A
     del options["messages"]
     try:
         text = tokenizer.apply_chat_template(**options, tokenize=False)
-        # What users spell is text; only special tokens count (`chat_control_tokens` is empty).
+        # Words that users spell are text; only special tokens count (`chat_control_tokens` is empty).
         ids = tokenizer.apply_chat_template(**options, sanitize_control_tokens=True, return_dict=True)["input_ids"]
     except Exception as error:
         print(f"refused: {error!r:.160}")

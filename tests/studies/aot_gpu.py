@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 _POSITIVE = click.IntRange(min=1)
-# What NVIDIA's data sheet and the CUDA runtime say of an H100 SXM, in the fields of XLA's GpuTargetConfigProto.
+# Figures of an H100 SXM by NVIDIA's data sheet and the CUDA runtime, in the fields of XLA's GpuTargetConfigProto.
 _DEVICE: dict[str, Any] = {
     "name": "NVIDIA H100 80GB HBM3",
     "device_vendor": "NVIDIA Corporation",

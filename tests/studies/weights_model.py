@@ -42,7 +42,7 @@ class Case:
     host: Host
     trainer_hosts: int
     server_hosts: int
-    worker_hosts: int  # of one worker
+    worker_hosts: int  # hosts of one worker
     workers: int
 
     @property

@@ -21,7 +21,7 @@ from axlearn_like.checkpoint.manifest import part_checksum
 from axlearn_like.checkpoint.plain.plain_arrays import Digests
 
 CHUNK_BYTES = 64 << 20  # default size of a chunk
-# What Orbax 0.12 writes beside arrays. It is written here: Orbax takes half a second for it.
+# Files that Orbax 0.12 writes beside arrays. They are written here: Orbax takes half a second for them.
 _HANDLERS = "orbax.checkpoint._src.handlers"
 _ARRAYS = "standard_checkpoint_handler.StandardCheckpointHandler"
 _TEXT = "json_checkpoint_handler.JsonCheckpointHandler"

@@ -80,7 +80,7 @@ def shared_prefix_tables(
     places = zigzag.order(length, cp_size, layout)
     if isinstance(rows, SharedPrefix):
         return _tables_of_mask(shared_prefix_mask(rows, places), cp_size, sizes)
-    # Which blocks a row needs is known with its codes only, so all causal ones are visited, and masked.
+    # The blocks that a row needs are known with its codes only, so all causal ones are visited, and masked.
     forward, dq, dkv = make_tables(("causal", None), (length, length), places.tobytes(), cp_size, sizes).arrays
     return Tables((_masked(forward), dq and _masked(dq), _masked(dkv)), rows.visible)
 

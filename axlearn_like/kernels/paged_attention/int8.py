@@ -228,7 +228,7 @@ def _kernel(plan: ItemPlan, parts: int, *refs: Any) -> None:
         shape = (q_knh.shape[1], plan.block * page_size)
         visible = visible_keys(shape, position, first, end, plan.per_head, window)
         k_scales, v_scales = _rows_of_scales(scale_buffer, slot)
-        # What is behind the end was left by others: 0 x NaN is NaN.
+        # Numbers behind the end were left by others: 0 x NaN is NaN.
         v_scales = jnp.where(position + jax.lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1) < end, v_scales, 0.0)
         for head, (k, v) in enumerate(_keys_and_values(buffer, slot, q_knh.dtype)):
             own = slice(head, head + 1)

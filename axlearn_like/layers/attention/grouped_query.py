@@ -277,7 +277,7 @@ def _rotated(rope: Rope, flat: jax.Array, positions_bt: jax.Array, heads: int) -
     cos, sin = (jnp.reshape(part, (rows, half)) for part in rope(positions_bt))
     cos, sin = (no_fuse(jnp.tile(jnp.concatenate(parts, axis=-1), (1, heads))) for parts in ((cos, cos), (-sin, sin)))
     halves = jnp.reshape(flat, (rows, heads, 2, half))
-    # As copies of their own: fused with the products, they would be computed number by number.
+    # Copies of their own: fused with the products, they would be computed number by number.
     exchanged = no_fuse(jnp.stack([halves[:, :, 1], halves[:, :, 0]]))
     exchanged = no_fuse(jnp.reshape(jnp.moveaxis(exchanged, 0, -2), flat.shape))
     return no_fuse(flat * cos + exchanged * sin)

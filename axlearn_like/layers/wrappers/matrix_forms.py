@@ -27,7 +27,7 @@ class Watched(MatrixForm):
     """A matrix that tells what it is multiplied with."""
 
     weight: jax.Array  # the matrix
-    # Called with the activations [batch, length, *in] of each product, while it is traced
+    # Function that gets the activations [batch, length, *in] of each product, while it is traced
     see: Callable[[jax.Array], None] = dataclasses.field(metadata={"static": True})
 
     @property

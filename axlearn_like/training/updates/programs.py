@@ -56,7 +56,7 @@ class StepProgram:
         held, inputs = given["held"], _stacked(given["each"])
 
         def turn(number: jax.Array, results: Any) -> Any:
-            # Behind barriers: fused with its reads and writes, the body might be computed otherwise.
+            # Barriers: fused with its reads and writes, the body might be computed otherwise.
             own = jax.lax.optimization_barrier((_entry(results[0], number), _entry(inputs, number)))
             new = jax.lax.optimization_barrier(self._function(own[0], {"held": held, **own[1]}))
             put = lambda every, one: jax.lax.dynamic_update_index_in_dim(every, one, number, 0)  # noqa: E731

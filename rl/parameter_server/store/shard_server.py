@@ -31,7 +31,7 @@ class ReadOptions:
     """Options of a read."""
 
     codec: str = "raw"  # a name of `rl.parameter_server.codecs`
-    # For delta codecs, the key of the version that the reader holds. A server without it sends raw shards.
+    # Key of the version that the reader holds, for delta codecs. A server without it sends raw shards.
     base: int | None = None
     unrounded: tuple[str, ...] = ()  # tensors that come raw instead of by an approximate codec
     host: str | None = None  # the reader's `host_identity`, if it can map shared memory

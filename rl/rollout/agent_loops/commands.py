@@ -68,7 +68,7 @@ class Wait:
     """Give up the row until the future is done; answers with its result, or raises its exception in the loop."""
 
     future: Future[Any]
-    # After which TimeoutError is raised in the loop instead, even if the future never ends; None: never
+    # Seconds after which TimeoutError is raised in the loop, even if the future never ends; None: there is none
     seconds: float | None = None
 
 

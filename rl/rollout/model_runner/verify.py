@@ -294,7 +294,7 @@ def _window_step(model: Any, windows: Windows, chunk: int) -> Advance:
     def advance(
         caches: Any, fed: jax.Array, lengths: jax.Array, live: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, Any, Any]:
-        # What is written of tokens that are not kept is behind the row's last token: it is written over before it is
+        # The entry of a token that is not kept is behind the row's last token: it is written over before it is
         # seen.
         needed = cells_needed(windows, lengths + jnp.sum(live, axis=1))
         hidden = model.hidden(fed, DraftContext(lengths, needed, counts, live, chunk), caches)

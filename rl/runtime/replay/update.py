@@ -40,7 +40,7 @@ Beat = Callable[[int, int], None]  # is told (updates made, update wanted)
 class Changes:
     """Other circumstances of an update."""
 
-    # Changes the config, of which only what learns may differ (objective, learner, trainer)
+    # Function that changes the config, of which only what learns may differ (objective, learner, trainer)
     edit: Callable[[RLExperiment.Config], object] | None = None
     # Other rewards, by prompt and sample
     rewards: Mapping[Sample, float] = dataclasses.field(default_factory=dict[Sample, float])

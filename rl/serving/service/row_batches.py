@@ -55,7 +55,7 @@ class WaitingRow:
     row: int  # number in its pass
     job: TrainPass
     program: RowProgram
-    # Its tokens, targets and inputs of the loss by name, [length], or [length, targets]
+    # Tokens, targets and inputs of the loss by name, [length], or [length, targets]
     arrays: Mapping[str, np.ndarray]
 
     @property

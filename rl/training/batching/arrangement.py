@@ -17,7 +17,7 @@ from rl.training.packing import Microbatch
 class Minibatch(NamedTuple):
     """Rows of one optimizer step before their tokens are there."""
 
-    # What the objective adds, arrays [groups, samples, ...]; zero beyond the rollouts of a smaller group
+    # Arrays of the objective, [groups, samples, ...]; zero beyond the rollouts of a smaller group
     prepared: Prepared
     microbatches: list[Microbatch]  # the rollouts of each row
     has_gradient: bool  # False if no update is to be made of it
@@ -28,7 +28,7 @@ class Arranged(NamedTuple):
 
     minibatches: list[Minibatch]  # one, or the parts asked for
     figures: dict[str, float]  # reward, reward/<family>, counts and fractions over the whole batch
-    # A critic's, float64 [rollouts, tokens], and bool, the tokens of the loss; empty without one
+    # Targets of a critic, float64 [rollouts, tokens], and bool, the tokens of the loss; empty without one
     targets: tuple[np.ndarray, np.ndarray] = (np.zeros((0, 0)), np.zeros((0, 0), bool))
 
     @property

@@ -27,7 +27,7 @@ def test_each_group_is_updated_by_its_own_rules():
     def norm(seed: int) -> float:
         return float(np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(arrays(seed)["layers"]))))
 
-    # What is frozen does not count in the norm.
+    # Frozen parameters do not count in the norm.
     np.testing.assert_allclose([m["grad_norm"] for m in metrics], [norm(seed) for seed in (1, 2, 3)], rtol=1e-5)
     moved = sum(arrays(seed)["layers"]["norm"]["scale"] for seed in (1, 2, 3))
     close(params["layers"]["norm"]["scale"], start["layers"]["norm"]["scale"] - 0.1 * 0.5 * moved)

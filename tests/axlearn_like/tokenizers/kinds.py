@@ -13,7 +13,7 @@ from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|eot|>", "<|assistant|>", "<|user|>")
 _TEXT = ["the answer is the sum of the other answers, and another one", "user assistant system the the\nanswer: 42. is"]
 
-# What they write around a question and its answer; DeepSeek's and Mistral's have no token but the end.
+# Texts that they write around a question and its answer; DeepSeek's and Mistral's have no token but the end.
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",

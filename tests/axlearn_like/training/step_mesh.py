@@ -49,7 +49,7 @@ class Case(NamedTuple):
     rules: Mapping[str, MeshAxes] | None = None
 
 
-# Those of every run: all kinds of axes meet, with accumulation once.
+# Meshes of every run: all kinds of axes meet, with accumulation once.
 MESHES = {
     "none": Case(None),
     "data_fsdp_tensor": Case({"data": 2, "fsdp": 2, "tensor": 2}, slices={"data": 2}, microbatches=2),

@@ -55,7 +55,7 @@ def test_later_versions_move_what_is_trained_alone(deployment: Deployment):
         for worker in workers:
             assert host(worker.pull(version)) == host(weights(version))
             assert worker.stats.read == worker.stats.needed
-            # What is mapped, or lies in this process, is not copied and so not kept.
+            # Arrays that are mapped, or lie in this process, are not copied and so not kept.
             over_sockets = deployment.remote and not deployment.cfg.shared_memory
             assert worker.stats.needed == (TRAINED if version and (over_sockets or not deployment.remote) else ALL)
     assert client.directory.versions() == [2, 3, 4]

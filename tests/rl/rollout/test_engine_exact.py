@@ -35,7 +35,7 @@ from tests.rl.tiny import make_prompt, tiny_params, tiny_policy
 from tests.rl.training.whole_groups import pack_rows
 
 REQUESTS = mixed(16)
-# Of three sequences of full length that may run, eleven pages hold one, and a bit.
+# Eleven pages hold one of three sequences of full length that may run, and a bit.
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "few pages": {"pages": 12},

@@ -85,7 +85,7 @@ def plain_rows() -> tuple[Any, Any]:
     index = np.minimum(np.asarray(first)[:, None] + np.arange(MAX_NEW), length - 1)
 
     def logprobs(params: Any) -> jax.Array:
-        # What follows a rollout is behind its end: causal attention does not see it.
+        # Tokens that follow a rollout are behind its end: causal attention does not see it.
         context = PackedContext(jnp.broadcast_to(jnp.arange(length), (20, length)), jnp.ones((20, length), jnp.int32))
         logits = bind(graphdef(), params)(jnp.asarray(whole[:, :-1]), context) / TEMPERATURE
         found = token_logprobs(logits, jnp.asarray(whole[:, 1:]))

@@ -88,7 +88,7 @@ def test_an_original_that_ends_otherwise_gets_the_end_that_was_learned(trained: 
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.7
     found = HuggingFaceTokenizer.Config(path=str(tmp_path / "out")).build()
     assert found.stop_ids == chatml.stop_ids and found.chat_template is not None
-    # What was not trained is given back as it was.
+    # Text that was not trained is given back as it was.
     assert main(["convert", "import", str(base), str(tmp_path / "imported")]) == 0
     assert main(["convert", "export", str(tmp_path / "imported"), str(tmp_path / "back")]) == 0
     assert (tmp_path / "back" / "generation_config.json").read_text() == text

@@ -64,7 +64,7 @@ def test_shared_keys_change_no_bit(shape: tuple[int, int, int, int], window: int
             of_each_row(b, rows) if index < common else a for index, (a, b) in enumerate(zip(own, shared, strict=True))
         ]
         expected = np.asarray(alone(q, same[:needed], positions))
-        # What is not to be read holds NaN.
+        # Places that are not to be read hold NaN.
         spoilt = [Cell(a.k * far, a.v * far) if not common <= index < needed else a for index, a in enumerate(own)]
         others = [Cell(a.k * far, a.v * far) if index >= common else a for index, a in enumerate(shared)]
         found = np.asarray(jitted(q, spoilt, others, jnp.int32(needed), jnp.int32(common), positions))

@@ -61,7 +61,7 @@ def test_blocks_that_are_not_needed_change_no_bit(size: int, width: int, length:
         positions = (last.stop - 1 - 7 * np.arange(ROWS, dtype=np.int32)[:, None]) - np.arange(length)[::-1]
         k, v = [keys[..., block] for block in blocks], [values[:, :, block] for block in blocks]
         expected = np.asarray(alone(q, k[:needed], v[:needed], positions))
-        # What is not to be read holds NaN.
+        # Places that are not to be read hold NaN.
         k, v = ([*x[:needed], *(part * np.float32(np.nan) for part in x[needed:])] for x in (k, v))
         found = np.asarray(nested(q, k, v, jnp.int32(needed), positions))
         assert found.tobytes() == expected.tobytes(), needed

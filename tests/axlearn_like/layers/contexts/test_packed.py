@@ -35,7 +35,7 @@ def expected(completions) -> np.ndarray:
         (p, b) for p, group in zip(PROMPTS, completions, strict=True) for b in group
     ):
         rows[row, : len(prompt) + SIZE - 1] = [*prompt, *completion[:-1]]
-    # What follows a row is padding behind its end: causal attention does not see it.
+    # Tokens that follow a row are padding behind its end: causal attention does not see it.
     positions = np.broadcast_to(np.arange(length), rows.shape)
     logits = np.asarray(logits_of(rows, PackedContext(jnp.asarray(positions), jnp.ones(rows.shape, jnp.int32))))
     logits = logits.reshape(len(PROMPTS), COMPLETIONS, length, -1)

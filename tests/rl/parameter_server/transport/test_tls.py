@@ -53,7 +53,7 @@ class Certificates:
 
     own: tuple[str, str]  # signed by itself
     other: tuple[str, str]
-    elsewhere: tuple[str, str]  # for another host
+    elsewhere: tuple[str, str]  # certificate of another host
     ca: tuple[str, str]
     server: tuple[str, str]  # signed by `ca`
     client: tuple[str, str]

@@ -89,7 +89,7 @@ def test_the_last_samples_are_the_answers_and_the_others_are_drawn_as_ever(tmp_p
         place = made(tmp_path / f"left{patience}", stepwise)
         place.worker("leaver", demonstrations=demonstrations).run(stop=Called(patience + 2))
         assert same(worked(place, demonstrations), undisturbed)
-    # What nobody drew counts in no metric of the policy.
+    # A token that nobody drew counts in no metric of the policy.
     figures = batch_metrics([header_of(group) for group in undisturbed], 1.0)
     rewards = [reward for group in undisturbed for reward in group.drawn_rewards()]
     assert figures["reward"] == pytest.approx(np.mean(rewards)) and len(rewards) == 16 - sum(marked)

@@ -78,7 +78,7 @@ def plain_rows(params: Any) -> jax.Array:
     for row, (prompt, tokens) in enumerate(rollouts):
         whole[row, : len(prompt) + len(tokens)] = np.concatenate([prompt, tokens])
     index = np.minimum(np.asarray(first)[:, None] + np.arange(MAX_NEW), length - 1)
-    # What follows a rollout is behind its end: causal attention does not see it.
+    # Tokens that follow a rollout are behind its end: causal attention does not see it.
     positions = jnp.broadcast_to(jnp.arange(length), whole.shape)
     model = bind(split(build_abstract(tiny_policy()))[0], params)
     hidden = model.hidden(jnp.asarray(whole), PackedContext(positions, jnp.ones(whole.shape, jnp.int32))).x
