@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -17,6 +18,7 @@ import numpy as np
 
 Address = tuple[str, int]
 _HEADER = 16 << 20  # bytes of a header at most
+_PROOF = 10  # seconds for the other end to prove the key
 
 FAILURES = (OSError, EOFError)  # errors of a channel whose other end is gone
 
@@ -32,8 +34,10 @@ class Channel:
         self._connection: Any = Connection(sock.detach())
         self._sending = threading.Lock()
         prove = (deliver_challenge, answer_challenge) if serves else (answer_challenge, deliver_challenge)
+        self._wait_at_most(_PROOF)
         for half in prove:
             half(self._connection, key)
+        self._wait_at_most(0)
 
     def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """Send a message (OSError: the other end is gone)."""
@@ -53,8 +57,17 @@ class Channel:
 
     def cut(self) -> None:
         """End the connection, also for a thread that waits on it."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as sock:
+        with contextlib.suppress(OSError), self._socket() as sock:
             sock.shutdown(socket.SHUT_RDWR)
+
+    def _wait_at_most(self, seconds: int) -> None:
+        """Let a read that nothing comes for be an OSError after so many seconds; 0: never."""
+        with self._socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+    def _socket(self) -> socket.socket:
+        """Return the socket, which the caller closes."""
+        return socket.socket(fileno=os.dup(self._connection.fileno()))
 
 
 def connect(address: Address, key: bytes, *, timeout: float) -> Channel:

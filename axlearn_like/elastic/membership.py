@@ -2,9 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from axlearn_like.elastic.channel import Address
+
+
+class Limits(NamedTuple):
+    """Seconds that members of a run are waited for."""
+
+    silence: float = 10.0  # seconds without a sign of life after which a member counts as lost
+    patience: float = 60.0  # seconds for all members to come at the start, and for a member that others wait for
 
 
 @dataclasses.dataclass(frozen=True)

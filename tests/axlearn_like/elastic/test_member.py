@@ -1,5 +1,6 @@
 """Members in threads of one process: the protocol of sums, losses, fetched states and ends."""
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from axlearn_like.elastic.channel import FAILURES, Channel, Listener, connect
 from axlearn_like.elastic.coordinator import Coordinator
 from axlearn_like.elastic.member import Changed, Member, OfferedState
+from axlearn_like.elastic.membership import Limits
 from axlearn_like.elastic.parts import fold, nodes, share
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
@@ -47,7 +49,7 @@ class Run:
 
     def __init__(self, expected: int, folder: Path):
         self.log = EventLog(folder / "events.jsonl")
-        self.coordinator = Coordinator(expected, KEY, self.log, silence=60.0)
+        self.coordinator = Coordinator(expected, KEY, self.log, Limits(silence=60.0))
         self.states: dict[int, np.ndarray] = {}
         self.waiting = threading.Event()  # set: those that have come to step 15 go on
         self.threads: list[threading.Thread] = []
@@ -124,7 +126,7 @@ def test_what_remains_goes_on_and_who_comes_back_has_the_state_of_the_others(tmp
 def test_a_silent_member_is_excluded_and_a_stopped_run_ends_at_one_update(tmp_path: Path):
     log = EventLog(tmp_path / "events.jsonl")
     gone: list[int] = []
-    coordinator = Coordinator(2, KEY, log, silence=1.5, patience=2.0, dropped=gone.append)
+    coordinator = Coordinator(2, KEY, log, Limits(silence=1.5, patience=2.0), dropped=gone.append)
     member, silent = (Member(index, coordinator.address, KEY) for index in (0, 1))
     member.join()
     silent._tell("join", index=1, address=silent._listener.address)  # and no sign of life
@@ -161,3 +163,17 @@ def test_a_stranger_is_heard_by_nobody():
         np.testing.assert_array_equal(array, value)
     assert heard == []
     honest.cut()
+
+
+def test_a_stranger_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("axlearn_like.elastic.channel._PROOF", 1)
+    listener = Listener(KEY, lambda channel: None)
+    with socket.create_connection(listener.address, timeout=20.0) as silent:
+        while silent.recv(1 << 10):  # the challenge, and then the end
+            pass
+    slow = threading.Event()
+    served = Listener(KEY, lambda channel: channel.send(channel.receive()[0]) or slow.set())
+    channel = connect(served.address, KEY, timeout=5.0)
+    assert not slow.wait(2.0)  # one that has proved the key may be silent for longer
+    channel.send({"kind": "late"})
+    assert channel.receive()[0] == {"kind": "late"}

@@ -16,9 +16,8 @@ PYTHON = os.environ.get("AXL_COOKBOOK_PYTHON", "")
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(not PYTHON, reason="AXL_COOKBOOK_PYTHON names no interpreter with tinker-cookbook")
 def test_its_supervised_and_its_rl_loop_run_unchanged_but_for_the_address(tmp_path: Path):
-    if not PYTHON:
-        pytest.skip("AXL_COOKBOOK_PYTHON names no environment with tinker-cookbook")
     tokenizer = TOKENIZER.build()
     words = [[tokenizer.bos, *tokenizer.encode("2+2?")], [*tokenizer.encode("4"), tokenizer.eos]]
     with real_service(tmp_path / "service") as served:
