@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from axlearn_like.elastic.channel import FAILURES, Address, Channel, Listener
-from axlearn_like.elastic.membership import Limits, MemberEntry, Membership
+from axlearn_like.elastic.membership import MemberEntry, Membership, MemberTimeouts
 from axlearn_like.run.events import EventLog
 
 
@@ -40,7 +40,7 @@ class Coordinator:
         expected: int,
         key: bytes,
         events: EventLog,
-        limits: Limits,
+        timeouts: MemberTimeouts,
         *,
         dropped: Callable[[int], None] = lambda index: None,
     ):
@@ -53,7 +53,7 @@ class Coordinator:
             dropped: called with the index of a member that is excluded while its process may live.
         """
         self._expected, self._events, self._dropped = expected, events, dropped
-        self._limits = limits
+        self._timeouts = timeouts
         self._members: dict[int, _Connected] = {}  # index -> member, the first that came in front
         self._lock = threading.RLock()
         self._epoch, self._stop = 0, False
@@ -141,7 +141,7 @@ class Coordinator:
             return
         waited = time.monotonic() - (self._began or 0.0)
         stateless = all(member.step is None for member in members)
-        if stateless and len(members) < self._expected and waited < self._limits.patience and not self._stop:
+        if stateless and len(members) < self._expected and waited < self._timeouts.patience and not self._stop:
             return
         places = tuple(MemberEntry(member.index, member.address, member.step) for member in members)
         self._view = Membership(self._epoch, places, self._stop)
@@ -169,7 +169,7 @@ class Coordinator:
         while not self.over.wait(0.5):
             with self._lock:
                 now = time.monotonic()
-                for index in [m.index for m in self._members.values() if now - m.seen > self._limits.silence]:
+                for index in [m.index for m in self._members.values() if now - m.seen > self._timeouts.silence]:
                     self._drop(index)
                 if self._view.epoch < self._epoch:
                     self._agree()

@@ -9,7 +9,7 @@ from typing import Any, override
 from axlearn_like.checkpoint.tiers import CheckpointTiers
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.elastic.member import Member
-from axlearn_like.elastic.membership import Limits
+from axlearn_like.elastic.membership import MemberTimeouts
 from axlearn_like.elastic.memory import PeerMemory
 from axlearn_like.elastic.supervisor import VARIABLE, MemberSupervisor
 from axlearn_like.elastic.update import ElasticStep, Summed
@@ -64,7 +64,7 @@ class Elastic(Configurable):
         ) -> MemberSupervisor:
             """Return what starts members by a command (ConfigError: there are fewer parts than members)."""
             self.require("parts", members <= self.parts, f"{members} or more: each of {members} members computes some")
-            return MemberSupervisor(command, members, events, Limits(self.silence, self.patience), say)
+            return MemberSupervisor(command, members, events, MemberTimeouts(self.silence, self.patience), say)
 
 
 def is_member() -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from axlearn_like.elastic.channel import Address
 
 
-class Limits(NamedTuple):
+class MemberTimeouts(NamedTuple):
     """Seconds that members of a run are waited for."""
 
     silence: float = 10.0  # seconds without a sign of life after which a member counts as lost

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from axlearn_like.elastic.coordinator import Coordinator
-from axlearn_like.elastic.membership import Limits
+from axlearn_like.elastic.membership import MemberTimeouts
 from axlearn_like.run.child_group import ChildGroup
 from axlearn_like.run.events import EventLog
 from mesh.errors import UserError
@@ -35,13 +35,13 @@ class MemberSupervisor:
         command: Sequence[str],
         members: int,
         events: EventLog,
-        limits: Limits,
+        timeouts: MemberTimeouts,
         say: Callable[[str], None] = lambda line: None,
     ):
         """Prepare as many members, each a process of this command; `say` receives lines for people."""
         self._say = say
         self._command, self._count, self._events, self._key = command, members, events, secrets.token_hex(32)
-        self._coordinator = Coordinator(members, self._key.encode(), events, limits, dropped=self._kill)
+        self._coordinator = Coordinator(members, self._key.encode(), events, timeouts, dropped=self._kill)
         self._processes: dict[int, _Process] = {}
 
     @property

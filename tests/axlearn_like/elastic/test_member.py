@@ -11,7 +11,7 @@ import pytest
 from axlearn_like.elastic.channel import FAILURES, Channel, Listener, connect
 from axlearn_like.elastic.coordinator import Coordinator
 from axlearn_like.elastic.member import Changed, Member, OfferedState
-from axlearn_like.elastic.membership import Limits
+from axlearn_like.elastic.membership import MemberTimeouts
 from axlearn_like.elastic.parts import fold, nodes, share
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
@@ -49,7 +49,7 @@ class Run:
 
     def __init__(self, expected: int, folder: Path):
         self.log = EventLog(folder / "events.jsonl")
-        self.coordinator = Coordinator(expected, KEY, self.log, Limits(silence=60.0))
+        self.coordinator = Coordinator(expected, KEY, self.log, MemberTimeouts(silence=60.0))
         self.states: dict[int, np.ndarray] = {}
         self.waiting = threading.Event()  # set: those that have come to step 15 go on
         self.threads: list[threading.Thread] = []
@@ -126,7 +126,7 @@ def test_what_remains_goes_on_and_who_comes_back_has_the_state_of_the_others(tmp
 def test_a_silent_member_is_excluded_and_a_stopped_run_ends_at_one_update(tmp_path: Path):
     log = EventLog(tmp_path / "events.jsonl")
     gone: list[int] = []
-    coordinator = Coordinator(2, KEY, log, Limits(silence=1.5, patience=2.0), dropped=gone.append)
+    coordinator = Coordinator(2, KEY, log, MemberTimeouts(silence=1.5, patience=2.0), dropped=gone.append)
     member, silent = (Member(index, coordinator.address, KEY) for index in (0, 1))
     member.join()
     silent._tell("join", index=1, address=silent._listener.address)  # and no sign of life

@@ -11,7 +11,7 @@ import pytest
 
 from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.config import to_text
-from axlearn_like.elastic.membership import Limits
+from axlearn_like.elastic.membership import MemberTimeouts
 from axlearn_like.elastic.supervisor import MemberSupervisor
 from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
@@ -36,7 +36,7 @@ def supervised(folder: Path, members: int, faults: Faults, monkeypatch: pytest.M
     monkeypatch.setenv("RUN", str(folder))
     command = [sys.executable, "-m", "tests.axlearn_like.elastic.process", str(folder), str(STEPS)]
     with RunDirectory.open(folder, to_text(config(STEPS))) as run:
-        MemberSupervisor(command, members, EventLog(run.events_path), Limits(60.0, 240.0)).run()
+        MemberSupervisor(command, members, EventLog(run.events_path), MemberTimeouts(60.0, 240.0)).run()
     return read_rows(folder / "events.jsonl")
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.config import to_text
 from axlearn_like.elastic.elastic import Elastic
-from axlearn_like.elastic.membership import Limits
+from axlearn_like.elastic.membership import MemberTimeouts
 from axlearn_like.elastic.supervisor import MemberSupervisor
 from axlearn_like.operations.step_metrics import without_clock
 from axlearn_like.run.directory import RunDirectory
@@ -52,7 +52,7 @@ def survived(folder: Path, members: int, kills: int, every: float, *, one: bool)
     began: list[float] = []  # unix times: of the first update, then of each kill
     command = [sys.executable, "-m", "tests.benches.experts.survivors", str(folder)]
     with RunDirectory.open(folder, to_text(config())) as run:
-        supervisor = MemberSupervisor(command, members, EventLog(run.events_path), Limits(60.0, 300.0))
+        supervisor = MemberSupervisor(command, members, EventLog(run.events_path), MemberTimeouts(60.0, 300.0))
 
         def ended() -> bool:
             now = time.time()
