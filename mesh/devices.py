@@ -3,7 +3,6 @@
 # jax's own types are partial.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +23,7 @@ import jax
 from jax.extend.backend import register_backend_factory
 
 from mesh.errors import UserError, install_hint
+from mesh.host_memory import keep_freed_memory
 from mesh.mesh import PlaceholderDevice
 
 # TPUs report generation and variant; cloud consoles and everybody else say v5p and v5e.
@@ -235,25 +235,3 @@ def configure_cpu_devices(mesh: Mapping[str, int], processes: int) -> None:
         raise UserError(f"mesh={dict(mesh)} has {total} devices, which do not divide over {processes} processes")
     keep_step_memory()
     jax.config.update("jax_num_cpu_devices", total // processes)  # goes before what XLA_FLAGS say
-
-
-_ARENAS, _MMAP_MAX, _TRIM_THRESHOLD = -8, -4, -1  # names of glibc's mallopt (malloc.h)
-_NEVER = 2**31 - 1  # bytes
-
-
-def keep_freed_memory() -> bool:
-    """Keep what is freed for the next allocation, instead of giving it back to the kernel; call it before JAX starts.
-
-    XLA's CPU code allocates the temporary memory of a step in one piece and frees it at the step's end. As it comes
-    from the kernel page by page, and zeroed, that can be a quarter of a small step's time; a step that repeats needs
-    the same piece again. So the process keeps the memory of its largest step until its end, a few times over where
-    one step takes it before the last has given it back. Threads that exist already keep arenas of their own, whose
-    large allocations come from the kernel in any case. No effect without glibc.
-
-    Returns:
-        True if it has an effect.
-    """
-    with suppress(OSError, AttributeError):  # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        return all([mallopt(_ARENAS, 1), mallopt(_MMAP_MAX, 0), mallopt(_TRIM_THRESHOLD, _NEVER)])
-    return False

@@ -18,7 +18,7 @@ from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from mesh.errors import UserError, did_you_mean
 from mesh.files.bounded import read_json
-from mesh.files.written import link_tree
+from mesh.files.hard_links import link_tree
 
 
 class KeepBest(Configurable):

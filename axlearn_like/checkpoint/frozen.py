@@ -10,7 +10,7 @@ from typing import Any, override
 
 import orbax.checkpoint as ocp
 
-from mesh.files.written import link_file
+from mesh.files.hard_links import link_file
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable, recorded_values
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from mesh.errors import UserError, install_hint
 from mesh.files.written import replace_file
 

@@ -28,7 +28,8 @@ from axlearn_like.run.opening import is_alive_here, this_process
 from mesh.errors import UserError
 from mesh.files.bucket import Bucket, BucketError
 from mesh.files.cache_directory import cache_directory
-from mesh.files.written import link_tree, replace_file
+from mesh.files.hard_links import link_tree
+from mesh.files.written import replace_file
 
 _POLL, _BEAT, _LEASE, _LOGS = 1.0, 20.0, 90.0, 60.0  # seconds: looks, signs of life, their validity, copies of logs
 _LOCAL = re.compile(

@@ -10,7 +10,7 @@ from typing import Any
 
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.progress import Progress, one_line
 from rl.controller.evaluations import is_evaluated
 from rl.experiment import RLExperiment

@@ -6,7 +6,7 @@ from functools import partial
 from types import TracebackType
 
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from axlearn_like.run.progress import Progress
 from rl.runtime.phases import Phases
 from rl.runtime.policies.runs import PolicyRun

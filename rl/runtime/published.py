@@ -19,7 +19,7 @@ from axlearn_like.checkpoint.reader import restore_params
 from axlearn_like.checkpoint.versions import SavedWeights
 from axlearn_like.config import ConfigBase, from_text, to_text
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from mesh import UserError
 from mesh.files.bounded import LARGE, BoundsError, is_readable, parse_json, read_bounded
 from mesh.files.written import replace_file

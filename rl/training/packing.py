@@ -14,7 +14,7 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.kernels.attention.shared_prefix import SharedPrefixes
-from rl.protocol.headers import TokenTree
+from rl.protocol.token_tree import TokenTree
 
 _PARTS = (1, 2, 4)  # default lengths are these fractions of max_new_tokens
 DEFAULT_SHAPES = len(_PARTS)

@@ -89,7 +89,8 @@ def test_a_full_disk_is_one_message_that_names_it(outcome: Outcome) -> None:
 
 def test_a_row_of_the_event_log_torn_by_a_full_disk_does_not_prevent_a_restart(tmp_path: Path) -> None:
     from axlearn_like.run.events import EventLog
-    from axlearn_like.run.metrics import JsonlTail, read_rows
+    from axlearn_like.run.jsonl import JsonlTail
+    from axlearn_like.run.metrics import read_rows
 
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1.0, "role": "trainer", "ev')  # as far as there was room

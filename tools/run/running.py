@@ -9,7 +9,7 @@ from typing import Any
 
 from axlearn_like.config import ConfigBase, path_of, to_text
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from experiments.registry import check_name
 from mesh.devices import device_name, one_device_per_core
 from mesh.errors import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from tools.report.load import Row, Run, number, parse_rows, policy_folders, read_part, read_report
 from tools.watch.frame import frame, line
 from tools.watch.standing import standing

@@ -10,8 +10,9 @@ from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer
 from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.load_balance import expert_load
 from axlearn_like.layers.moe.replicas import current_placement
-from axlearn_like.layers.moe.router import SoftmaxRouter, expert_load
+from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.layers.moe.routing import PADDING, live_tokens
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from axlearn_like.layers.contexts.paged import NULL_PAGE
-from rl.rollout.decoding.drawing import count_tokens
+from rl.rollout.decoding.penalties import count_tokens
 from rl.rollout.decoding.scores import mode_number
 from rl.rollout.model_runner.tiles import Tiles
 from rl.rollout.sampling import NEVER, Sampler, SamplingMetadata, pack_bias, pack_metadata, uses_tables

@@ -23,7 +23,8 @@ from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
 from mesh.programs.shared import unknown_indices
-from rl.rollout.decoding.drawing import distribution, draw, keep_most, row_keys, with_drawn
+from rl.rollout.decoding.drawing import distribution, draw, keep_most, row_keys
+from rl.rollout.decoding.penalties import with_drawn
 from rl.rollout.decoding.scores import Scores, drawn_scores, empty_scores, prompt_scores
 from rl.rollout.model_runner.batches import DecodeBatch, PrefillBatch
 

@@ -20,7 +20,8 @@ from axlearn_like.layers.contexts.window import DraftContext
 from axlearn_like.training.losses import Chosen
 from mesh import constrain
 from mesh.cost.expected import turns
-from rl.rollout.decoding.drawing import by_place, distribution, draw, row_keys, with_drawn
+from rl.rollout.decoding.drawing import distribution, draw, row_keys
+from rl.rollout.decoding.penalties import by_place, with_drawn
 from rl.rollout.model_runner.batches import DecodeBatch
 from rl.rollout.model_runner.decode import (
     Advance,

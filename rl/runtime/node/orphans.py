@@ -6,7 +6,7 @@ import os
 import psutil
 
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from rl.runtime.node.warm import NAME
 
 

@@ -14,7 +14,7 @@ import ray
 
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from rl.runtime.simulated.failures import Faults
 
 Say = Callable[[str], None]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 from rl.experiment import RLExperiment
 from rl.runtime.policies.runs import policy_runs
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rl.objective import Prepared
-from rl.protocol.headers import token_tree
 from rl.protocol.messages import Rollout, RolloutData
+from rl.protocol.token_tree import token_tree
 from rl.training.batching.arrays import (
     Batch,
     added_by,

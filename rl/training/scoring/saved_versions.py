@@ -5,7 +5,7 @@ from pathlib import Path
 
 from axlearn_like.checkpoint.versions import list_steps
 from mesh import UserError
-from mesh.files.written import link_tree
+from mesh.files.hard_links import link_tree
 
 _KEPT = 2  # the one in use, and the one before: a trainer may go back to an update that compares with it
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 
 
 def test_only_what_is_new_and_whole_is_read(tmp_path: Path) -> None:

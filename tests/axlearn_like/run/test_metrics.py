@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import JsonlTail, MetricsWriter, read_rows
+from axlearn_like.run.jsonl import JsonlTail
+from axlearn_like.run.metrics import MetricsWriter, read_rows
 from axlearn_like.run.progress import Progress
 from mesh.errors import UserError
 

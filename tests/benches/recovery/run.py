@@ -15,7 +15,7 @@ import psutil
 
 from axlearn_like.run.child_group import ChildGroup
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import JsonlTail
+from axlearn_like.run.jsonl import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER, COMMAND, RAYLET = "driver", "command", "raylet"

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl.protocol.headers import token_tree
+from rl.protocol.token_tree import token_tree
 
 rollouts = st.lists(st.lists(st.sampled_from([0, 1, 300, 70_000]), max_size=6), max_size=7)
 

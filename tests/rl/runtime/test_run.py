@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from axlearn_like.checkpoint.best import KeepBest
-from axlearn_like.run.metrics import JsonlTail, read_rows
+from axlearn_like.run.jsonl import JsonlTail
+from axlearn_like.run.metrics import read_rows
 from axlearn_like.training.early_stopping import EarlyStopping
 from mesh import UserError
 from rl.runtime.run import RLRun

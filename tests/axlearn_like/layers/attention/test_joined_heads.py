@@ -10,7 +10,8 @@ from flax import nnx
 
 from axlearn_like.kernels.exact.scope import use_numerics
 from axlearn_like.kernels.quantised_matmul import quantised_products
-from axlearn_like.layers.attention.grouped_query import Attention, joins_heads
+from axlearn_like.layers.attention.grouped_query import Attention
+from axlearn_like.layers.attention.joined_heads import joins_heads
 from axlearn_like.layers.attention.rope import InterleavedRope, NoPositions, Rope
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.norm import OffsetRMSNorm, RMSNorm

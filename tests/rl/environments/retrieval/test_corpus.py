@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl.environments.retrieval.corpus import BM25, rank
+from rl.environments.retrieval.bm25 import BM25, rank
 
 TEXTS = ("The cat sat.", "A dog sat on the cat", "Fish swim; fish eat fish.", "")
 
