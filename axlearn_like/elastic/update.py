@@ -52,7 +52,7 @@ class ElasticStep:
         shardings = jax.tree.map(lambda x: x.sharding, state)
         make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state), out_shardings=shardings)
         begun, rows = make(), {name: np.zeros(x.shape, x.dtype) for name, x in batch.items()}
-        vector, metrics = self._part(self.summed.trained(begun), rows, 0)
+        vector, metrics = self._part(begun, rows, 0)
         jax.block_until_ready(self.summed.update(begun, self._sums(vector, metrics)))
 
     def __call__(self, state: State, batch: Mapping[str, np.ndarray]) -> tuple[State, Any]:
@@ -92,24 +92,24 @@ class ElasticStep:
 
     def _gradients(self, state: State, batch: Mapping[str, np.ndarray], mine: range) -> dict[Any, Any]:
         """Return the sums of the largest nodes among some parts. Changed: they are to be shared again."""
-        params = self.summed.trained(state)
 
         def leaf(node: tuple[int, int]) -> tuple[np.ndarray, Any] | None:
             if self._member is not None and self._member.changed:
                 raise Changed
-            return self._part(params, batch, node[0]) if node[1] - node[0] == 1 else None
+            return self._part(state, batch, node[0]) if node[1] - node[0] == 1 else None
 
         return {node: fold(node, leaf, self._add) for node in nodes(self._parts, mine)}
 
-    def _part(self, params: Any, batch: Mapping[str, np.ndarray], part: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _part(self, state: State, batch: Mapping[str, np.ndarray], part: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the gradients of a part as one float32 vector, and its metrics."""
         rows = shard_batch({name: x[self._rows(x.shape[0], part)] for name, x in batch.items()})
+        params = self.summed.trained(state)
         if self._empty is None:
             described = jax.eval_shape(lambda: rows)
             self._empty = jax.jit(lambda params: self.summed.empty(params, described))
             self._shape = self._empty(params)
             self._names = sorted(self._shape["metrics"])
-        sums = self.summed.accumulate(self._empty(params), {"params": params, "rows": rows})
+        sums, _ = self.summed.accumulate(self._empty(params), {**self.summed.parted(state), "rows": rows})
         grads = [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(sums["grads"])]
         return np.concatenate(grads), [np.asarray(sums["metrics"][name]) for name in self._names]
 

@@ -126,7 +126,10 @@ def test_what_is_no_lock_is_none(tmp_path: Path, lock: str) -> None:
     assert both(run).state == "stopped"
 
 
-def test_two_hundred_runs_are_listed_within_a_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_hundred_runs_are_listed_for_less_than_reading_twenty(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seconds of two pieces of work, compared: a bound in seconds fails on a slow or a busy machine."""
     made = write_run(tmp_path / "sweep" / "000")
     for index in range(1, 200):
         other = tmp_path / f"sweep{index % 3}" / f"{index:03d}"
@@ -137,7 +140,10 @@ def test_two_hundred_runs_are_listed_within_a_second(tmp_path: Path, capsys: pyt
     (tmp_path / "notes").mkdir()
     began = time.process_time()
     assert main(["runs", str(tmp_path)]) == 0
-    assert time.process_time() - began < 1.0
+    listed = time.process_time()
+    for _ in range(20):
+        load_run(made)
+    assert listed - began < time.process_time() - listed
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 201 and all("319" in line for line in lines[1:])
 
