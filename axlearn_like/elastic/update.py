@@ -17,12 +17,17 @@ State = dict[str, Any]
 class Summed(Protocol):
     """The two programs of an update (`training.step.AccumulatedStep`)."""
 
-    accumulate: Any  # function: (sums, {"params", "rows"}) -> sums with those of these rows
+    accumulate: Any  # function: (sums, {"held", "params", "rows"}) -> (sums with those of these rows, {})
     update: Any  # function: (state, sums) -> (state, metrics)
     trained: Callable[[State], Any]  # function: state -> parameters that gradients are of
 
     def empty(self, params: Any, rows: Any) -> Any:
         """Return the sums before the first rows; pure."""
+        ...
+
+    def parted(self, state: State) -> dict[str, Any]:
+        """Return the parameters that gradients are of, and the held ones."""
+        ...
 
 
 class ElasticStep:
