@@ -43,7 +43,9 @@ def check_state_fits(state: Mapping[str, Any], mesh: Mesh, frozen: Collection[st
         raise UserError(f"the train state does not fit: {said}; expected more devices, or a smaller model")
 
 
-def check_states_fit(states: Sequence[Mapping[str, Any]], mesh: Mesh, frozen: Sequence[Collection[str]] = ()) -> None:
+def check_states_fit(
+    states: Sequence[Mapping[str, Any]], mesh: Mesh, frozen: Sequence[Collection[str]] = (), *, stacked: int = 0
+) -> None:
     """Refuse described train states that are on a device together and need more than it has (UserError).
 
     Gradients are those of one at a time.
@@ -52,15 +54,19 @@ def check_states_fit(states: Sequence[Mapping[str, Any]], mesh: Mesh, frozen: Se
         states: the train states.
         mesh: their mesh.
         frozen: paths of each one's parameters that are those of the first one, too: the same arrays; (): none are.
+        stacked: states whose parameters and optimizers an update holds a second time; the largest are counted.
     """
     own = [state["params"] for state in states]
     moved = [without(params, names) for params, names in zip(own, frozen or [()] * len(own), strict=True)]
     sizes = [bytes_of_device(params) for params in moved]
+    optimizers = [bytes_of_device(state["opt_state"]) for state in states]
+    largest = sorted((sum(both) for both in zip(sizes, optimizers, strict=True)), reverse=True)
     parts = {
         "a base": bytes_of_device(own[0]) - sizes[0],
         "parameters": sum(sizes),
-        "optimizers": sum(bytes_of_device(state["opt_state"]) for state in states),
+        "optimizers": sum(optimizers),
         "gradients of one": max(sizes),
+        f"{stacked} stacked for an update": sum(largest[:stacked]) + max(0, stacked - len(largest)) * largest[0],
     }
     if said := _too_much(parts, mesh):
         fewer = f"fewer of them at a time{'' if frozen else ', LoRA adapters of one base (--apply low_rank)'}"

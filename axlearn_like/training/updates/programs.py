@@ -41,10 +41,11 @@ class StepProgram:
 
         Both lists have `width` entries, 2 or more; the first `count` are computed, one after another in a loop. Its
         body is the same whatever width and count are, and so are the bits of each result. What does not change from
-        turn to turn, such as a layout of the frozen matrices, is done once.
+        turn to turn, such as a layout of the frozen matrices, is done once. All `changed` are donated, so that beside
+        them there is one stack of `width` while it runs.
         """
         if width not in self._loops:
-            self._loops[width] = jax.jit(self._in_loop, **self._options)
+            self._loops[width] = jax.jit(self._in_loop, donate_argnums=0, **self._options)
         return self._loops[width]
 
     @property
@@ -111,10 +112,12 @@ def run_calls(calls: Calls) -> tuple[State, Metrics]:
 
 def run_together(calls: Sequence[ProgramCall], program: Any, width: int) -> list[Any]:
     """Return the results of calls of one `shape`, by `of_several(width)` of their program."""
-    padded = [*calls, *[calls[0]] * (width - len(calls))]
-    each = [{name: part for name, part in call.given.items() if name != "held"} for call in padded]
-    given = {"held": calls[0].given["held"], "each": each, "count": jnp.int32(len(calls))}
-    return program([call.changed for call in padded], given)[: len(calls)]
+    missing = width - len(calls)
+    each = [{name: part for name, part in call.given.items() if name != "held"} for call in calls]
+    given = {"held": calls[0].given["held"], "each": [*each, *each[:1] * missing], "count": jnp.int32(len(calls))}
+    blank = lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding if leaf.committed else None)  # noqa: E731
+    empty = [jax.tree.map(blank, calls[0].changed) for _ in range(missing)]  # donated: none can be given twice
+    return program([*(call.changed for call in calls), *empty], given)[: len(calls)]
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

@@ -1,5 +1,6 @@
 """The base of the policies, read or drawn once for all their trainers, and the memory that all need."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from axlearn_like.layers.wrappers.shared_base import Base, base_of, check_adapte
 from axlearn_like.learner.schedules import GivenRate
 from axlearn_like.operations.memory import check_states_fit
 from mesh.rules import use_mesh
+from rl.runtime.policies.joint_updates import width_of
 from rl.training.config import PolicyTrainingConfig
 from rl.training.spec import FirstVersion
 
@@ -20,6 +22,7 @@ def check_memory(cfgs: Iterable[PolicyTrainingConfig[Any]], *, shared: bool) -> 
     `shared`: they are adapters of one base.
     """
     known: dict[str, tuple[Any, frozenset[str]]] = {}
+    alike = Counter[str]()  # policies of one model and optimizer: an update may be of several of them
     found: list[tuple[Any, frozenset[str]]] = []
     for cfg in cfgs:
         key = f"{to_text(cfg.model)}\n{to_text(cfg.learner.clone(schedule=GivenRate.Config()))}"
@@ -30,7 +33,12 @@ def check_memory(cfgs: Iterable[PolicyTrainingConfig[Any]], *, shared: bool) -> 
                 state = cfg.program(mesh, learner).state
                 known[key] = state, learner.frozen(state["params"])
         found.append(known[key])
-    check_states_fit([state for state, _ in found], mesh, [frozen for _, frozen in found] if shared else ())
+        alike[key] += 1
+    states = [state for state, _ in found]
+    if shared:
+        check_states_fit(states, mesh, [frozen for _, frozen in found], stacked=width_of(max(alike.values())))
+    else:
+        check_states_fit(states, mesh)
 
 
 def make_base(

@@ -19,10 +19,15 @@ from axlearn_like.operations.recompilation import CompiledStep
 from axlearn_like.training.updates.programs import Calls, ProgramCall, run_together
 from rl.training.trainer import PolicyTrainer
 
-WIDTH = 8  # turns of a loop at most: it holds as many adapters and optimizer states twice
+_MOST = 8  # turns of a loop at most: it holds as many adapters and optimizer states twice
 _LEAST = 2  # turns of a loop at least: with one, XLA drops slices of the whole, and so has other operations
 
 Attempt = Callable[[str, Callable[[], Any]], Any]  # a call for a policy; None: it has failed
+
+
+def width_of(policies: int) -> int:
+    """Return the turns of the loop that updates so many policies: as many states are stacked while it runs."""
+    return max(_LEAST, min(_MOST, policies))
 
 
 class JointUpdates:
@@ -34,7 +39,7 @@ class JointUpdates:
         found = {name: trainer.shared for name, trainer in trainers.items()}
         self._programs = {name: program for name, program in found.items() if program is not None}
         counts = Counter(self._programs.values())
-        self._widths = {program: max(_LEAST, min(WIDTH, count)) for program, count in counts.items()}
+        self._widths = {program: width_of(count) for program, count in counts.items()}
         self._loops: dict[Any, CompiledStep] = {}
 
     def __contains__(self, policy: str) -> bool:

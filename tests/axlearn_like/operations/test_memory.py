@@ -57,14 +57,15 @@ def test_policies_are_counted_together_with_one_base_and_one_gradient(monkeypatc
         for size in (64 * mib, mib)
     )
     state = {"params": {"w": base, "lora": own}, "opt_state": {"mu": {"lora": own}, "nu": {"lora": own}}}
-    needed = {("w",): 64 + 3 * (1 + 2) + 1, (): 3 * (65 + 2) + 65}  # MiB: a base once, or three whole models
-    for names, size in needed.items():
+    adapters = 64 + 3 * (1 + 2) + 1  # MiB: a base once
+    cases = [(("w",), 0, adapters), (("w",), 2, adapters + 2 * 3), (("w",), 4, adapters + 4 * 3)]
+    for names, stacked, size in [*cases, ((), 0, 3 * (65 + 2) + 65)]:  # the last: three whole models
         frozen = [names] * 3 if names else ()
         monkeypatch.setattr(memory, "device_memory", lambda device, size=size: size * mib)
-        memory.check_states_fit([state] * 3, mesh, frozen)
+        memory.check_states_fit([state] * 3, mesh, frozen, stacked=stacked)
         monkeypatch.setattr(memory, "device_memory", lambda device, size=size: size * mib - 1)
         with pytest.raises(UserError, match=r"of 3 policies do not fit: .* = [\d.]+ GiB, and each .* fewer of them"):
-            memory.check_states_fit([state] * 3, mesh, frozen)
+            memory.check_states_fit([state] * 3, mesh, frozen, stacked=stacked)
 
 
 def test_the_memory_of_a_cpu_is_its_share_of_the_machines():

@@ -44,11 +44,10 @@ def held() -> Any:
 @pytest.mark.parametrize("count", [1, 3, WIDTH])
 def test_each_has_the_bits_that_it_has_alone(held: Any, count: int):
     program = StepProgram(function)
-    calls = [call(seed, program, held) for seed in range(1, 1 + count)]
-    together = run_together(calls, program.of_several(WIDTH), WIDTH)
+    together = run_together([call(n, program, held) for n in range(1, 1 + count)], program.of_several(WIDTH), WIDTH)
     assert len(together) == count
-    for one, found in zip(calls, together, strict=True):
-        (alone,) = run_together([one], program.of_several(2), 2)
+    for number, found in enumerate(together, 1):
+        (alone,) = run_together([call(number, program, held)], program.of_several(2), 2)
         jax.tree.map(np.testing.assert_array_equal, found, alone)
     assert len({float(found["loss"]) for _, found in together}) == count
 
@@ -57,9 +56,19 @@ def test_each_has_the_bits_that_it_has_alone(held: Any, count: int):
 def test_results_are_those_of_the_program_without_a_loop(held: Any):
     program = StepProgram(function)
     calls = [call(seed, program, held) for seed in range(1, 1 + WIDTH)]
-    for one, found in zip(calls, run_together(calls, program.of_several(WIDTH), WIDTH), strict=True):
-        expected = program(jax.tree.map(jnp.copy, one.changed), one.given)
+    expected_of_each = [program(jax.tree.map(jnp.copy, one.changed), one.given) for one in calls]
+    together = run_together(calls, program.of_several(WIDTH), WIDTH)
+    for expected, found in zip(expected_of_each, together, strict=True):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_states_are_replaced_in_their_memory(held: Any):
+    """Beside them there is one stack of them at a time, as the check of memory counts."""
+    program = StepProgram(function)
+    calls = [call(seed, program, held) for seed in range(1, WIDTH)]
+    before = [leaf for one in calls for leaf in jax.tree.leaves(one.changed)]
+    run_together(calls, program.of_several(WIDTH), WIDTH)
+    assert all(leaf.is_deleted() for leaf in before) and not held["w"].is_deleted()
 
 
 def test_one_program_for_all_counts(held: Any):
