@@ -90,11 +90,28 @@ def rows_of_pass(index: int, job: TrainPass, limits: SlotLimits, vocab_size: int
     return rows
 
 
+def _in_order(passes: Sequence[Sequence[WaitingRow]]) -> list[WaitingRow]:
+    """Return the rows of passes program by program, in an order that no model's sums notice.
+
+    The gradients of a model's rows are added up as if its passes came alone: of one pass program by program, of several
+    one after another. So passes of a model that follow each other share a round only if all are of one program.
+    """
+    rounds: list[tuple[int, WaitingRow]] = []
+    last: dict[str, tuple[int, set[RowProgram]]] = {}
+    for rows in passes:
+        model, programs = rows[0].job.model, {row.program for row in rows}
+        before, known = last.get(model, (0, programs))
+        turn = before if len(programs | known) == 1 or model not in last else before + 1
+        last[model] = turn, programs
+        rounds += [(turn, row) for row in rows]
+    return [row for _, row in sorted(rounds, key=lambda one: (one[0], one[1].program))]
+
+
 def batches(
-    rows: Sequence[WaitingRow], rows_of: Callable[[int], int]
+    passes: Sequence[Sequence[WaitingRow]], rows_of: Callable[[int], int]
 ) -> Iterator[tuple[RowProgram, Sequence[WaitingRow]]]:
-    """Yield the rows of one program after another, in their order; `rows_of` a length are the most of a program."""
-    for program, group in groupby(sorted(rows, key=lambda row: row.program), lambda row: row.program):
+    """Yield the rows of passes by programs, those of a model in order; `rows_of` a length are the most of a program."""
+    for program, group in groupby(_in_order(passes), lambda row: row.program):
         own, most = list(group), rows_of(program.length)
         yield from ((program, own[at : at + most]) for at in range(0, len(own), most))
 

@@ -1,8 +1,8 @@
 """The thread that trains: requests of each model in the order of their numbers, tenants in fair shares.
 
-Passes of several models that are next go into one call, so that small requests of many tenants fill a program of fixed
-size; a large pass is cut into parts, and the work of others comes between them. What comes out for a model does not
-depend on who else is in a call, so neither order nor company matter to it.
+Passes of several models that are next go into one call, and so do passes of one model that follow each other: small
+requests fill a program of fixed size. A large pass is cut into parts, and the work of others comes between them. What
+comes out for a model does not depend on who else is in a call, so neither order nor company matter to it.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class TrainScheduler:
         """Begin without models; `start` starts the thread.
 
         Args:
-            passes: runs passes of several models, of each at most one.
+            passes: runs passes of several models; those of one model in the order of their numbers.
             share: order of tenants.
             waiting: requests of a tenant without an answer, at most.
             rows: rows of a call, and of a part of a larger pass.
@@ -226,7 +226,8 @@ class TrainScheduler:
     def _choose(self) -> list[tuple[ModelQueue, Task]]:
         """Return the tasks that are next: one, or several whose passes go together; none, if none may run now.
 
-        The first is chosen by share. Others fill the rows that are left, and are charged for them, too.
+        The first is chosen by share. Others fill the rows that are left, and are charged for them, too: first those of
+        other models, then those that follow.
         """
         heads = {name: head for name, queue in self._models.items() if (head := queue.head) is not None}
         within = self._share.within({self._models[name].tenant for name in heads})
@@ -246,7 +247,24 @@ class TrainScheduler:
                 rows += len(part.rows)
         for name in chosen:
             self._models[name] = self._models.pop(name)
-        return [(self._models[name], task) for name, task in chosen.items()]
+        return self._followed([(self._models[name], task) for name, task in chosen.items()], self._rows - rows)
+
+    def _followed(self, chosen: list[tuple[ModelQueue, Task]], room: int) -> list[tuple[ModelQueue, Task]]:
+        """Return chosen tasks, and passes behind them while there are rows left, a pass of each model in turn."""
+        found, last = list(chosen), [(queue, task, queue.next) for queue, task in chosen]
+        while last:
+            following = list[tuple[ModelQueue, Task, int]]()
+            for queue, task, number in last:
+                behind, whole = queue.waiting.get(number + 1), len(task.parts) == 1
+                if not whole or behind is None or not isinstance(task.parts[0], TrainPass):
+                    continue
+                part = behind.parts[0]
+                if isinstance(part, TrainPass) and len(part.rows) <= room and not self._share.quota(queue.tenant):
+                    room -= len(part.rows)
+                    found.append((queue, behind))
+                    following.append((queue, behind, number + 1))
+            last = following
+        return found
 
     def _results(self, parts: Sequence[Work]) -> Sequence[Any]:
         try:

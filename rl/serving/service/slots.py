@@ -148,11 +148,11 @@ class TrainingSlots:
             _check_adam(request)
 
     def forward_backward(self, passes: Sequence[TrainPass]) -> list[LossOutput]:
-        """Run passes of several models, of each at most one, together; `check` has seen them."""
-        waiting: list[WaitingRow] = []
+        """Run passes of several models together, those of a model in order; `check` has seen them."""
+        waiting: list[list[WaitingRow]] = []
         for index, job in enumerate(passes):
             self._find(job.model)
-            waiting += rows_of_pass(index, job, self.limits, self.vocab_size)
+            waiting.append(rows_of_pass(index, job, self.limits, self.vocab_size))
         found: dict[tuple[int, int], tuple[np.ndarray, float]] = {}
         for program, rows in batches(waiting, self.rows_of):
             results = self._run(program, rows)

@@ -149,6 +149,26 @@ def test_rows_of_several_targets_keep_their_bits_in_company(slots: TrainingSlots
         assert_same_state(slots.state(job.model), state)
 
 
+def test_passes_of_a_model_in_one_call_are_those_of_one_after_another(slots: TrainingSlots):
+    """Lengths of two programs: rows of a later pass are added up behind all of an earlier one."""
+    rng, lengths = np.random.default_rng(3), ((20,), (9, 20), (9,), (7,), (30,))
+    jobs = [make_pass("sums", [make_datum(rng, length) for length in each]) for each in lengths]
+    jobs.insert(2, make_pass("french", [make_datum(rng, 8)]))
+    wild(slots, "sums")
+    wild(slots, "french")
+    singly = [run(slots, job)[0] for job in jobs]
+    expected = [slots.state(model) for model in ("sums", "french")]
+    for model in ("sums", "french"):
+        slots.unload(model)
+        wild(slots, model)
+    for one, other in zip(run(slots, *jobs), singly, strict=True):
+        assert one.metrics == other.metrics
+        for found, logprobs in zip(one.logprobs, other.logprobs, strict=True):
+            np.testing.assert_array_equal(found, logprobs)
+    for state, model in zip(expected, ("sums", "french"), strict=True):
+        assert_same_state(slots.state(model), state)
+
+
 STEPS = {
     "plain": (AdamParams(0.1), AdamParams(0.05)),
     "clipped": (AdamParams(0.1, grad_clip_norm=0.5), AdamParams(0.1, grad_clip_norm=1e9)),
