@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,9 +14,22 @@ from mesh.devices import hardware_class, platform
 from rl.environments.scoring import score_rollouts
 from rl.protocol.messages import WHOLE, Details, Group, Lease, Prompt, Rollout, Seat
 from rl.rollout.agent_loops.branching import Branching
-from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, RequestOutput, draw_seed
 from rl.rollout.worker_policy import WorkerPolicy
+
+
+class RequestEngine(Protocol):
+    """An engine, as far as a lease needs it."""
+
+    cfg: Any
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns its number."""
+        ...
+
+    def abort(self, number: int) -> None:
+        """End a request."""
+        ...
 
 
 class LeasedWork:
@@ -65,7 +78,7 @@ class LeasedWork:
         """The policies and versions that draw it: one, or one for each role of its episodes."""
         return (Seat("", self.lease.policy, self.lease.version, self.lease.incarnation),)
 
-    def begin(self, engine: RolloutEngine, adapter: str | None = None) -> None:
+    def begin(self, engine: RequestEngine, adapter: str | None = None) -> None:
         """Submit its requests to an engine; `adapter`: name of the adapter that draws, None for the base."""
         features, lease, policy = self.policy.features, self.lease, self.policy
         self.begun, self._hardware = True, _hardware(engine)
@@ -96,7 +109,7 @@ class LeasedWork:
             self.revoked = not self.policy.services.controller.renew(self.lease.id)
             self._renewed = self._clock()
 
-    def abort(self, engine: RolloutEngine) -> None:
+    def abort(self, engine: RequestEngine) -> None:
         """End its requests; nothing more is taken of them."""
         for number in self._given.keys() - self._found.keys():
             engine.abort(number)
@@ -170,7 +183,7 @@ class LeasedWork:
         )
 
 
-def _hardware(engine: RolloutEngine) -> str:
+def _hardware(engine: RequestEngine) -> str:
     """Return the class of hardware whose bits an engine has; "" where they depend on the batch, too."""
     model = engine.cfg.model
     alone = platform() == "cpu" and getattr(model, "dtype", "float32") == "float32"

@@ -17,7 +17,7 @@ from mesh import UserError
 from rl.controller.fair_share import Quota, check_shares, read_quotas
 from rl.experiment import RLExperiment, Runtime
 from rl.runtime.policies.adapters import are_adapters
-from rl.runtime.policies.role_configs import check_roles
+from rl.runtime.policies.role_configs import check_roles, players_by_policy
 
 MOST_POLICIES = 256
 _LORA = "lora/"  # folder of factors among the parameters of a layer
@@ -56,6 +56,7 @@ def check_policies(
     """
     found = policy_configs(cfg)
     check_roles(cfg, found)
+    with_roles = bool(players_by_policy(found))
     if not found:
         return found
     if cfg.warm_start is not None:
@@ -70,10 +71,9 @@ def check_policies(
         if adapters:
             _check_adapter(cfg.policy, own.policy, f"{where}.policy")
             _check_learner(own, where)
-            pinned = own.controller.weights != "in_flight"
-            own.controller.require(
-                "weights", pinned, "'pinned' or 'newest': requests keep the adapter that they began with"
-            )
+        if adapters or with_roles:
+            kept = "'pinned' or 'newest': requests keep the weights that they began with"
+            own.controller.require("weights", own.controller.weights != "in_flight", kept)
         own.trainer.require("processes", own.trainer.processes == 1, "1, as the experiment has")
         _check_engine(shared, own.build(), where)
         own.check(runtime, devices=devices)

@@ -57,10 +57,10 @@ def check_roles(cfg: RLExperiment.Config, found: Mapping[str, RLExperiment.Confi
     players = players_by_policy(found)
     for name, roles in players.items():
         where = f"policies[{name!r}].tasks"
-        if not are_adapters(cfg.policy):
-            said = "no roles, which whole models cannot play: an episode is drawn by one engine (--apply low_rank)"
-            raise ConfigError(f"{where}: expected {said}", where)
         for role, player in roles.items():
+            if not player.policy and not are_adapters(cfg.policy):
+                said = f"whole models have no base; expected a version of one, such as '{name}@0', or --apply low_rank"
+                raise ConfigError(f"{where}: role {role!r}: {said}", where)
             if player.policy and player.policy not in found:
                 near = did_you_mean(player.policy, found)
                 raise ConfigError(f"{where}: role {role!r}: there is no policy {player.policy!r}{near}", where)

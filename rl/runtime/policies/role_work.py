@@ -11,8 +11,7 @@ from typing import Any, override
 
 from axlearn_like.input.shuffle import derived_seed
 from rl.protocol.messages import Episode, Lease, Seat
-from rl.rollout.engine import RolloutEngine
-from rl.rollout.leased_work import LeasedWork
+from rl.rollout.leased_work import LeasedWork, RequestEngine
 from rl.rollout.request import Request, RequestOutput, draw_seed
 from rl.rollout.worker_policy import WorkerPolicy
 from rl.runtime.policies.adapters import adapter_name
@@ -59,7 +58,7 @@ class RoleWork(LeasedWork):
         return any(LeasedWork.shares_episodes(one, other) for one in self._play.works)
 
     @override
-    def begin(self, engine: RolloutEngine, adapter: str | None = None) -> None:
+    def begin(self, engine: RequestEngine, adapter: str | None = None) -> None:
         self._play.begin(engine)
 
     def started(self, numbers: Mapping[int, str], records: Mapping[int, Mapping[str, dict[int, Episode]]]) -> None:
@@ -78,7 +77,7 @@ class RoleWork(LeasedWork):
         self._found |= {one.number: one.rollouts if one.number in self._own else () for one in mine}
 
     @override
-    def abort(self, engine: RolloutEngine) -> None:
+    def abort(self, engine: RequestEngine) -> None:
         if self in self._play.works:
             self._play.works.remove(self)
         if not self._play.works:
@@ -101,7 +100,7 @@ class _Play:
         mine, other = ((one.seats, one.samples, [(p.id, p.draw) for p in one.prompts]) for one in (self._lease, lease))
         return mine == other
 
-    def begin(self, engine: RolloutEngine) -> None:
+    def begin(self, engine: RequestEngine) -> None:
         """Submit the requests of all roles."""
         lease, numbers, records = self._lease, dict[int, str](), dict[int, dict[str, dict[int, Episode]]]()
         episodes = self._policies[lease.policy].features.episodes

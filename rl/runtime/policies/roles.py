@@ -25,7 +25,6 @@ from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
 from rl.protocol.protocols import BatchSource, PolicyLeaseSource, ScoreSource
-from rl.rollout.engine import RolloutEngine
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
 from rl.runtime.policies.adapters import adapter_limits, adapter_source, are_adapters
@@ -35,6 +34,7 @@ from rl.runtime.policies.controllers import Controllers, failures, role_of
 from rl.runtime.policies.role_configs import frozen_players, opponents_of, players_by_policy, resume_together
 from rl.runtime.policies.runs import policy_runs
 from rl.runtime.policies.trainers import PolicyFailures, PolicyTrainers
+from rl.runtime.policies.whole_models import WholeModels
 from rl.runtime.policies.worker import PoliciesWorker
 from rl.serving.policy import load_params
 from rl.training.spec import FirstVersion, TrainerServices
@@ -124,8 +124,9 @@ class PolicyRoles:
             began: when its process started, if not now (`time.time()`).
         """
         frozen = frozen_players(self._players)
+        players = len(self.names) + sum(frozen.values())
         if adapters := are_adapters(self.cfg.policy):
-            limits = adapter_limits(self.cfg.policy, len(self.names) + sum(frozen.values()))
+            limits = adapter_limits(self.cfg.policy, players)
             engine = self._experiment.make_engine(adapters=limits, model=plain_config(self.cfg.policy))
         else:
             engine = self._experiment.make_engine()
@@ -139,9 +140,11 @@ class PolicyRoles:
                 source = own.make_prefetcher(engine, client, name)
             services = WorkerServices(controller, source, verifiers[policy_name], EventLog(part.run.events_path))
             policies[policy_name] = own.worker_policy(services)
-        if not adapters:
+        if not adapters and not self._players:
             return RolloutWorker(name, engine, policies, swap=self.cfg.swap, began=began)
-        base, events = partial(self._base_params, engine), EventLog(self._run.events_path)
+        if not adapters:
+            engine = WholeModels([engine, *(self._experiment.make_engine() for _ in range(players - 1))])
+        base, events = partial(self._base_params, engine.cfg.mesh), EventLog(self._run.events_path)
         return PoliciesWorker(name, engine, policies, controller, base, events, began=began, frozen=frozen)
 
     def make_trainer(
@@ -178,11 +181,11 @@ class PolicyRoles:
         makers = {name: partial(make, name) for name in self.names}
         return PolicyTrainers(makers, controller)
 
-    def _base_params(self, engine: RolloutEngine) -> Params:
+    def _base_params(self, mesh: Any) -> Params:
         """Return the base's weights for an engine: the trainers' own, or those with which the experiment begins."""
         base = self._base
         if base is None:
-            params = load_params(self._experiment, None, make_mesh(engine.cfg.mesh))
+            params = load_params(self._experiment, None, make_mesh(mesh))
             base = {name: leaf for name, leaf in base_of(params).items() if "lora/" not in name}
         tree: Params = {}
         for name, leaf in base.items():

@@ -1,7 +1,8 @@
 """The rollout worker of several policies: leases of all of them in hand at once, drawn in one batch of one engine.
 
 A policy's version is an adapter of the engine, and a request names the one that draws it: rows of a batch differ in
-their adapters, and none depends on its neighbours. So each policy gets the rollouts that it would get alone.
+their adapters, and none depends on its neighbours. So each policy gets the rollouts that it would get alone. Whole
+models whose episodes have roles are drawn likewise, by `WholeModels`.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from axlearn_like.layers.base import Params
-from axlearn_like.layers.wrappers.adapters import Adapter
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.parameter_server.errors import WeightsError
@@ -25,6 +25,7 @@ from rl.rollout.worker import log_joined
 from rl.rollout.worker_policy import PULL_ATTEMPTS, WorkerPolicy, pull_figures
 from rl.runtime.policies.adapters import VERSIONS_HELD, adapter_name
 from rl.runtime.policies.role_work import works_of
+from rl.runtime.policies.whole_models import WholeModels
 
 _WAIT = 0.2  # seconds that a turn waits at most where nothing can be drawn
 
@@ -38,8 +39,8 @@ class PoliciesWorker:
     def __init__(
         self,
         name: str,
-        engine: RolloutEngine,
-        policies: Mapping[str, WorkerPolicy[Adapter]],
+        engine: RolloutEngine | WholeModels,
+        policies: Mapping[str, WorkerPolicy[Any]],
         controllers: PolicyLeaseSource,
         base: Callable[[], Params | PlacedWeights],
         events: EventLog,
@@ -51,7 +52,8 @@ class PoliciesWorker:
 
         Args:
             name: name of the worker.
-            engine: engine of the base, with room for adapters as `adapter_limits` says.
+            engine: engine of the base, with room for adapters as `adapter_limits` says; or one for each whole model
+                and for each frozen player.
             policies: parts of each policy, by its name; `services.controller` of each is `controllers`.
             controllers: lease to it.
             base: returns the base's weights; called before the first lease is drawn, and again after each `sleep`.
@@ -67,8 +69,8 @@ class PoliciesWorker:
         self._works: dict[LeasedWork, float] = {}  # works in hand, and when each was leased or, later, begun
         self._scoring: dict[LeasedWork, Future[bool]] = {}  # works in hand that are drawn
         self._scorers: dict[str, ThreadPoolExecutor] = {}
-        frozen = frozen or {}
-        self._room = {policy: VERSIONS_HELD * (1 + frozen.get(policy, 0)) for policy in policies}  # adapters
+        frozen, each = frozen or {}, 1 if isinstance(engine, WholeModels) else VERSIONS_HELD
+        self._room = {policy: each * (1 + frozen.get(policy, 0)) for policy in policies}  # versions loaded at a time
         self._failed_pulls: Counter[str] = Counter()  # consecutive ones by policy
         if engine.runner.kernel_choice:
             events.append(name, "kernel", **engine.runner.kernel_choice)
@@ -159,8 +161,8 @@ class PoliciesWorker:
             self._engine.load_adapter(adapter_name(seat), adapter, seat.version)
         return adapter is not None
 
-    def _pull(self, work: LeasedWork, seat: Seat) -> Adapter | None:
-        """Return the adapter of a seat. None: its version is not there now, and after a while the lease is freed."""
+    def _pull(self, work: LeasedWork, seat: Seat) -> Any:
+        """Return the adapter or weights of a seat. None: they are not there now; after a while the lease is freed."""
         services, began = self._policies[seat.policy].services, time.monotonic()
         left = self._works[work] + services.pull_timeout - began
         fields: dict[str, Any] = {"version": seat.version}

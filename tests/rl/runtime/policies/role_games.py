@@ -9,7 +9,7 @@ from rl.environments.scoring import NoScorer
 from rl.environments.task import EnvironmentTask
 from rl.experiment import RLExperiment
 from rl.verification.inline import InlineVerifier
-from tests.rl.runtime.policies.tiny_policies import tiny_policies
+from tests.rl.runtime.policies.tiny_policies import tiny_policies, tiny_wholes
 from tests.rl.tiny import tiny_tasks
 
 TURNS, TURN_TOKENS = 4, 3
@@ -55,11 +55,13 @@ class Duel(RoleEnvironment):
         return NextRole(other, f"<{len(action)}>", paid, done=self._turn == TURNS)
 
 
-def duel(policies: dict[str, dict[str, Any]] | None = None, game: Duel.Config | None = None) -> RLExperiment.Config:
-    """Return the tiny experiment with two policies that play against each other."""
+def duel(
+    policies: dict[str, dict[str, Any]] | None = None, game: Duel.Config | None = None, *, whole: bool = False
+) -> RLExperiment.Config:
+    """Return the tiny experiment with two policies, adapters or whole models, that play against each other."""
     tasks: Any = tiny_tasks()
     families = tuple(EnvironmentTask.Config(source=one, environment=game or Duel.Config()) for one in tasks.families)
-    cfg = tiny_policies(
+    cfg = (tiny_wholes if whole else tiny_policies)(
         {"a": {}, "b": {"learner.schedule.lr": 3e-3}} if policies is None else policies,
         tasks=tasks.set(families=families),
         max_new_tokens=24,

@@ -27,7 +27,7 @@ from rl.protocol.messages import Episode, Group, Lease, Prompt, Rollout, Score, 
 from rl.rollout.agent_loops.episodes import episode_seed
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
-from rl.runtime.policies.adapters import adapter_limits, adapter_source
+from rl.runtime.policies.adapters import adapter_limits, adapter_source, are_adapters
 from rl.runtime.policies.configs import check_policies
 from rl.runtime.policies.controllers import Controllers
 from rl.runtime.policies.role_configs import resume_together
@@ -51,23 +51,28 @@ class ByHand:
 
     def __init__(self, experiment: RLExperiment, weights: Mapping[str, ParameterServerClient], base: Any):
         cfg = experiment.cfg
-        self._experiment, self._base = experiment, base
-        self._sources = {name: adapter_source(cfg.policy, client) for name, client in weights.items()}
-        limits = adapter_limits(cfg.policy, len(weights) + 4)
+        self._experiment, self._base, self._adapters = experiment, base, are_adapters(cfg.policy)
+        self._placed: dict[tuple[str, int], Any] = {}
+        limits = adapter_limits(cfg.policy, len(weights) + 4) if self._adapters else None
         self.engine: RolloutEngine = experiment.make_engine(adapters=limits, model=plain_config(cfg.policy))
+
+        def source(client: ParameterServerClient) -> Any:
+            if self._adapters:
+                return adapter_source(cfg.policy, client)
+            return experiment.make_prefetcher(self.engine, client, "hand")
+
+        self._sources = {name: source(client) for name, client in weights.items()}
         self._tasks = cfg.tasks.build()
 
     def groups(self, lease: Lease) -> tuple[Group, ...]:
         """Return the groups of the policy that leased."""
         (role,) = [seat.role for seat in lease.seats if seat.policy == lease.policy and seat.learns]
-        if self.engine.version < 0:
-            self.engine.set_weights(self._base(self.engine), 0, rewind=True)
-        for loaded in self.engine.adapters:
-            self.engine.unload_adapter(loaded)
-        for seat in lease.seats:
-            if seat.policy and (name := f"{seat.policy}{seat.version}") not in self.engine.adapters:
-                adapter, _ = self._sources[seat.policy].take(seat.version)
-                self.engine.load_adapter(name, adapter, seat.version)
+        if self._adapters:
+            self._load(lease)
+        else:
+            self._placed = {
+                (seat.policy, seat.version): self._sources[seat.policy].take(seat.version)[0] for seat in lease.seats
+            }
         games = [
             _Game(self._row(prompt), prompt, sample) for prompt in lease.prompts for sample in range(lease.samples)
         ]
@@ -85,6 +90,28 @@ class ByHand:
             found.append(Group(prompt, rollouts, scores))
         return tuple(found)
 
+    def _load(self, lease: Lease) -> None:
+        if self.engine.version < 0:
+            self.engine.set_weights(self._base(self.engine.cfg.mesh), 0, rewind=True)
+        for loaded in self.engine.adapters:
+            self.engine.unload_adapter(loaded)
+        for seat in lease.seats:
+            if seat.policy and (name := f"{seat.policy}{seat.version}") not in self.engine.adapters:
+                adapter, _ = self._sources[seat.policy].take(seat.version)
+                self.engine.load_adapter(name, adapter, seat.version)
+
+    def _drawn(self, requests: list[Request], seats: list[Seat]) -> list[Rollout]:
+        """Draw requests, of whole models those of one after those of another."""
+        if self._adapters:
+            return self.engine.generate(requests)
+        found: dict[int, Rollout] = {}
+        for (policy, version), placed in self._placed.items():
+            self.engine.invalidate_weights()
+            self.engine.set_weights(placed, version, rewind=True)
+            own = [n for n, seat in enumerate(seats) if (seat.policy, seat.version) == (policy, version)]
+            found |= dict(zip(own, self.engine.generate([requests[n] for n in own]), strict=True))
+        return [found[n] for n in range(len(requests))]
+
     def _row(self, prompt: Prompt) -> Any:
         return row_of(self._tasks.problem(prompt.id), episode_seed(self._experiment.cfg.seed, prompt.id))
 
@@ -92,7 +119,8 @@ class ByHand:
         """Draw the next action of each game, and pay for it."""
         given = [self._given(one.played[one.mover], one.shown, seats[one.mover].version) for one in games]
         requests = [self._request(one, game.prompt, seats[game.mover]) for one, game in zip(given, games, strict=True)]
-        for game, before, after in zip(games, given, self.engine.generate(requests), strict=True):
+        drawn = self._drawn(requests, [seats[game.mover] for game in games])
+        for game, before, after in zip(games, given, drawn, strict=True):
             game.played[game.mover] = after
             action = answer_text(self._experiment.tokenizer, after.tokens[len(before.tokens) :].tolist())
             game.pay(len(after.tokens), points(action))
@@ -117,7 +145,7 @@ class ByHand:
             1,
             derived_seed("role", self._experiment.cfg.seed, seat.role) % 2**32,
             stop=StopConditions(tokens=self._experiment.engine_cfg.stop_tokens, max_new_tokens=most),
-            adapter=f"{seat.policy}{seat.version}" if seat.policy else None,
+            adapter=f"{seat.policy}{seat.version}" if seat.policy and self._adapters else None,
             partial=(rollout,),
         )
 
@@ -199,6 +227,8 @@ GAMES = {
     "frozen": duel({"a": {}}, Duel.Config(players={"east": "a", "west": "a@-1"})),
     "fixed": duel({"a": {}}, Duel.Config(players={"west": "a", "east": "a@1"})),
     "base": duel({"a": {}}, Duel.Config(players={"west": "a", "east": "base"})),
+    "whole models": duel({"a": {"seed": 0}, "b": {"learner.schedule.lr": 3e-3}}, whole=True),
+    "frozen model": duel({"a": {}}, Duel.Config(players={"east": "a", "west": "a@-1"}), whole=True),
 }
 
 
@@ -258,6 +288,7 @@ def test_what_a_lost_worker_had_played_is_played_again_to_the_same_bits(tmp_path
     with fleet(tmp_path / "whole", GAMES["both"]) as one:
         worker = one.worker("w")
         drain(worker, one)
+        assert isinstance(worker._engine, RolloutEngine)
         expected, requests = one.batch(0), worker._engine.stats()["requests"]
         assert requests == 2 * 4  # a request for each role of four prompts, though two policies lease them
     with fleet(tmp_path / "killed", GAMES["both"]) as one:
@@ -319,12 +350,13 @@ def test_an_environment_that_always_fails_ends_the_policies_that_play_in_it(tmp_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("game", ["frozen", "fixed", "base"])
-def test_frozen_opponents_are_those_that_the_seats_name(game: str, tmp_path: Path):
+@pytest.mark.parametrize("game", ["frozen", "fixed", "base", "whole models", "frozen model"])
+def test_opponents_are_those_that_the_seats_name(game: str, tmp_path: Path):
     assert run(tmp_path / "run", GAMES[game]) is not None
     by_hand(tmp_path / "hand", GAMES[game])
-    found, expected = (parameters(tmp_path / folder / "policies" / "a") for folder in ("run", "hand"))
-    assert found == expected
+    for name in GAMES[game].policies:
+        found, expected = (parameters(tmp_path / folder / "policies" / name) for folder in ("run", "hand"))
+        assert found == expected
 
 
 REFUSED: list[tuple[RLExperiment.Config, str]] = [
@@ -333,6 +365,16 @@ REFUSED: list[tuple[RLExperiment.Config, str]] = [
     (duel({"a": {}, "b": {}, "c": {}}), r"policies\['c'\].tasks: policy 'c' learns in no role of its episodes"),
     (duel({"a": {}, "b": {"seed": 3}}), r"policies\['a'\].seed: expected 3 of policy 'b', with which it plays"),
     (duel({"a": {}, "b": {"num_steps": 9}}), r"policies\['a'\].num_steps: expected 9 of policy 'b'"),
+    (
+        duel({"a": {}}, Duel.Config(players={"east": "a", "west": "base"}), whole=True),
+        r"policies\['a'\].tasks: role 'west': whole models have no base; expected a version of one, such as 'a@0'",
+    ),
+    (
+        duel(
+            {"a": {}, "b": {}, "c": {"controller.weights": "in_flight", "tasks": tiny_experiment().tasks}}, whole=True
+        ),
+        r"policies\['c'\].controller.weights: expected 'pinned' or 'newest': requests keep the weights",
+    ),
     (duel({"a": {"tasks": tiny_experiment().tasks}, "b": {}}), r"tasks: expected the tasks of policy"),
     (duel({"a": {}, "b": {"controller.weights": "newest"}}), r"policies\['b'\].controller.weights: expected 'pinned'"),
     (duel({"a": {}, "b": {"trainer.checkpoint.keep": 2}}), r"policies\['b'\].trainer.checkpoint.keep: expected 3 or"),

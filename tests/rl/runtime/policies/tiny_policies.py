@@ -1,4 +1,4 @@
-"""The tiny experiment of tests with several LoRA policies."""
+"""The tiny experiment of tests with several policies."""
 
 from typing import Any
 
@@ -12,3 +12,8 @@ def tiny_policies(policies: dict[str, dict[str, Any]], **changes: Any) -> RLExpe
     cfg = tiny_experiment(**changes)
     low_rank(cfg)
     return cfg.set(policies=policies)
+
+
+def tiny_wholes(policies: dict[str, dict[str, Any]], **changes: Any) -> RLExperiment.Config:
+    """Return the tiny experiment with these policies, each a whole model."""
+    return tiny_experiment(**changes).set(policies=policies)
