@@ -19,6 +19,7 @@ from rl.serving.service.queues import ModelQueue, Task, Work
 
 _LOG = logging.getLogger(__name__)
 _STEP = 256.0  # tokens that another task than a pass counts as
+_ROW = 32  # tokens that a row counts as at least: it is computed with so many
 _GONE = 256  # models whose answers are kept after their end
 
 Passes = Callable[[Sequence[TrainPass]], Sequence[LossOutput]]
@@ -278,7 +279,9 @@ class TrainScheduler:
     def _take_out(self, queue: ModelQueue, task: Task, result: Any) -> bool:
         """Note that the first part of a task has run; returns True if it was the last one."""
         part = task.parts[0]
-        self._share.charge(queue.tenant, part.tokens if isinstance(part, TrainPass) else _STEP)
+        self._share.charge(
+            queue.tenant, max(part.tokens, _ROW * len(part.rows)) if isinstance(part, TrainPass) else _STEP
+        )
         if not task.take(result):
             return False
         self._unanswered[queue.tenant] -= 1

@@ -158,6 +158,26 @@ def test_passes_of_a_model_that_follow_each_other_share_a_call_up_to_its_rows():
     assert firsts == list(range(1, 20)) and ran == ["step"]
 
 
+def test_rows_of_few_tokens_pay_for_what_they_take():
+    """One step of another tenant comes after every few calls of them, though they have hardly any tokens."""
+    order = list[str]()
+
+    def passes(given: Sequence[TrainPass]) -> list[LossOutput]:
+        order.append("tiny")
+        return [LossOutput((), {}) for _ in given]
+
+    with closing(TrainScheduler(passes, FairShare(), waiting=2000)) as scheduler:
+        for tenant in ("tiny", "other"):
+            scheduler.open(tenant, ModelQueue(tenant))
+        tiny = [add(scheduler, "tiny", number, train_pass("tiny", length=1)) for number in range(1600)]
+        other = [add(scheduler, "other", number, lambda: order.append("step")) for number in range(40)]
+        scheduler.start()
+        for future in (*tiny, *other):
+            future.result(WAIT)
+    places = [place for place, name in enumerate(order) if name == "step"]
+    assert order.count("tiny") == 50 and max(b - a for a, b in itertools.pairwise(places)) <= 2
+
+
 def test_work_for_idle_times_comes_behind_tasks_and_may_fail():
     order: list[str] = []
 
