@@ -252,6 +252,7 @@ def test_each_role_has_the_update_of_its_own_tokens_played_by_hand(whole: Path, 
     assert parameters(whole / "policies" / "a") != parameters(whole / "policies" / "b")
 
 
+@pytest.mark.full  # by the number of requests: test_what_a_lost_worker_had_played_is_played_again_to_the_same_bits
 def test_each_episode_is_played_once_for_both(whole: Path):
     drawn = {name: events(whole / "policies" / name, "generate") for name in "ab"}
     assert [row["version"] for row in drawn["a"]] == [row["version"] for row in drawn["b"]] == [0, 0, 1, 1, 2, 2]

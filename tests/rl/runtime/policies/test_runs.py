@@ -36,16 +36,28 @@ def run(path: Path, cfg: RLExperiment.Config, **how: Any) -> dict[str, Any] | No
     return RLRun(cfg.build(), say=lambda line: None).run(path, **{"runtime": "inprocess", "progress": False, **how})
 
 
-def test_policies_that_train_together_have_the_bits_that_each_has_alone(tmp_path: Path) -> None:
-    report = run(tmp_path / "together", fleet(POLICIES))
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The policies of a run of all."""
+    path = tmp_path_factory.mktemp("together")
+    report = run(path, fleet(POLICIES))
     assert report is not None and list(report["policies"]) == list(POLICIES)
-    for name, edits in POLICIES.items():
-        run(tmp_path / name, fleet({name: edits}))
-        together, alone = (tmp_path / folder / "policies" / name for folder in ("together", name))
-        assert_same_outcome(together, alone)
-    steps = [len(metrics(tmp_path / "together" / "policies" / name)) for name in POLICIES]
-    assert steps == [3, 4, 4]
-    pushed = [events(tmp_path / "together" / "policies" / name, "push")[0] for name in ("first", "other-seed")]
+    return path / "policies"
+
+
+@pytest.mark.parametrize(
+    "name", ["other-seed", *(pytest.param(one, marks=pytest.mark.full) for one in ("faster", "first"))]
+)
+def test_policies_that_train_together_have_the_bits_that_each_has_alone(
+    together: Path, name: str, tmp_path: Path
+) -> None:
+    run(tmp_path, fleet({name: POLICIES[name]}))
+    assert_same_outcome(together / name, tmp_path / "policies" / name)
+
+
+def test_each_policy_begins_with_factors_of_its_own_and_makes_its_own_updates(together: Path) -> None:
+    assert [len(metrics(together / name)) for name in POLICIES] == [3, 4, 4]
+    pushed = [events(together / name, "push")[0] for name in ("first", "other-seed")]
     assert [row["version"] for row in pushed] == [0, 0]
     assert pushed[0]["checksum"] != pushed[1]["checksum"], "first factors, which each policy draws by its own seed"
 
@@ -107,18 +119,15 @@ def test_whole_models_may_begin_with_weights_of_their_own(tmp_path: Path) -> Non
     assert found["more"][0]["checksum"] == found["fresh"][1]["checksum"] == learned
 
 
-def test_only_adapters_are_published(tmp_path: Path) -> None:
-    run(tmp_path, fleet(POLICIES, evaluation=None))
+def test_only_adapters_are_published(together: Path) -> None:
     for name in POLICIES:
-        path = tmp_path / "policies" / name
+        path = together / name
         factors = [len(array) for name, array in parameters(path).items() if "lora" in name]
         assert {row["nbytes"] for row in events(path, "push")} == {sum(factors)}
 
 
 @pytest.mark.full
-def test_a_run_that_is_stopped_and_resumed_has_the_same_bits(tmp_path: Path) -> None:
-    run(tmp_path / "whole", fleet(POLICIES))
-
+def test_a_run_that_is_stopped_and_resumed_has_the_same_bits(together: Path, tmp_path: Path) -> None:
     def done() -> int:
         return sum(len(metrics(tmp_path / "parts" / "policies" / name)) for name in POLICIES)
 
@@ -126,7 +135,7 @@ def test_a_run_that_is_stopped_and_resumed_has_the_same_bits(tmp_path: Path) -> 
     assert 4 <= done() < 11
     run(tmp_path / "parts", fleet(POLICIES))
     for name in POLICIES:
-        assert_same_outcome(*(tmp_path / folder / "policies" / name for folder in ("parts", "whole")))
+        assert_same_outcome(tmp_path / "parts" / "policies" / name, together / name)
 
 
 def wrong_after(problem_id: int, answer: str) -> float:
@@ -139,13 +148,14 @@ COUNT = [0]
 
 
 @pytest.mark.full
-def test_a_policy_that_fails_is_stopped_and_named_and_the_others_keep_their_bits(tmp_path: Path) -> None:
+def test_a_policy_that_fails_is_stopped_and_named_and_the_others_keep_their_bits(
+    together: Path, tmp_path: Path
+) -> None:
     wrong = InlineVerifier.Config(scorer=FunctionScorer.Config(function=wrong_after))
     COUNT[0] = 0
-    report = run(tmp_path / "together", fleet({**POLICIES, "wrong": {"objective": maxrl(), "verifier": wrong}}))
+    report = run(tmp_path, fleet({**POLICIES, "wrong": {"objective": maxrl(), "verifier": wrong}}))
     assert report is not None and list(report["policies"]) == list(POLICIES) and list(report["failed"]) == ["wrong"]
     assert "-0.5" in report["failed"]["wrong"]
-    run(tmp_path / "without", fleet(POLICIES))
     for name in POLICIES:
-        assert_same_outcome(*(tmp_path / folder / "policies" / name for folder in ("together", "without")))
-    assert [row["policy"] for row in events(tmp_path / "together", "policy_failed")] == ["wrong"]
+        assert_same_outcome(tmp_path / "policies" / name, together / name)
+    assert [row["policy"] for row in events(tmp_path, "policy_failed")] == ["wrong"]

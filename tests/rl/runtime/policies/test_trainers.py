@@ -267,6 +267,7 @@ def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(togeth
         again.run(bad=True)
 
 
+@pytest.mark.full  # a worker's failure is in the test above, too
 def test_one_that_a_worker_has_failed_is_updated_no_more(together: Fleet, tmp_path: Path):
     fleet = Fleet(tmp_path, {name: POLICIES[name] for name in ("a", "c")})
     fleet.advance(1)
@@ -282,6 +283,7 @@ def test_one_that_a_worker_has_failed_is_updated_no_more(together: Fleet, tmp_pa
     fleet.close_runs()
 
 
+@pytest.mark.full  # `run` makes all updates of test_runs.py
 def test_run_takes_turns_until_each_is_evaluated_or_stopped(together: Fleet, tmp_path: Path):
     """Stopped, it saves; the rest then gives the same bits as updates that are asked for one by one."""
     stopped = Fleet(tmp_path, POLICIES)
