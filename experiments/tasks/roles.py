@@ -5,7 +5,7 @@ axl rl experiments/tasks/roles.py:planner_and_solver
 axl rl experiments/tasks/roles.py:nim
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, override
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
@@ -15,7 +15,7 @@ from experiments.modifiers import low_rank
 from experiments.tasks.calculator import calculator_rl, calculator_sft, products
 from experiments.tasks.small import small_learner
 from rl.environments.calls import TextCalls
-from rl.environments.environment import Row
+from rl.environments.environment import Environment, Row
 from rl.environments.roles import NextRole, RoleEnvironment
 from rl.environments.scoring import NoScorer
 from rl.environments.task import EnvironmentTask
@@ -123,18 +123,24 @@ def planner_and_solver(*, seed: int = 0, steps: int = 40) -> RLExperiment.Config
     """Two LoRA policies learn to compute products together."""
     (task,) = products(seed).families
     tasks = products(seed).set(families=(task.set(environment=PlanAndSolve.Config()),))
-    return _two_policies(("planner", "solver"), tasks, seed, steps)
+    return policies_on_base(("planner", "solver"), tasks, seed, steps)
 
 
 def nim(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
     """Two LoRA policies learn to win against each other."""
+    tasks = nim_tasks(Nim.Config(), seed)
+    return policies_on_base(("left", "right"), tasks, seed, steps).set(evaluation=None)
+
+
+def nim_tasks(game: Environment.Config, seed: int) -> TaskMixture.Config:
+    """Return the piles as a task, with a game of them."""
     source = TaskRows.Config(rows=RowFunction.Config(function=piles), label="nim")
-    family = EnvironmentTask.Config(source=source, environment=Nim.Config())
-    tasks = TaskMixture.Config(families=(family,), seed=seed, heldout_every=4)
-    return _two_policies(("left", "right"), tasks, seed, steps).set(evaluation=None)
+    family = EnvironmentTask.Config(source=source, environment=game)
+    return TaskMixture.Config(families=(family,), seed=seed, heldout_every=4)
 
 
-def _two_policies(names: tuple[str, str], tasks: TaskMixture.Config, seed: int, steps: int) -> RLExperiment.Config:
+def policies_on_base(names: Sequence[str], tasks: TaskMixture.Config, seed: int, steps: int) -> RLExperiment.Config:
+    """Return RL of LoRA policies of these names on what `base` has trained; environments pay all rewards."""
     cfg = calculator_rl(seed=seed, steps=steps)
     low_rank(cfg)
     cfg.trainer.set(checkpoint=Checkpointer.Config(save_every=10, keep=4))

@@ -15,7 +15,7 @@ else; whatever ends the episode, `close` is called in that thread.
 """
 
 import abc
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, override
 
 import numpy as np
@@ -24,6 +24,7 @@ from axlearn_like.config import ConfigBase, Configurable
 from axlearn_like.tokenizers.protocol import Tokenizer
 from rl.environments.streaming.reader import ActionReader
 from rl.protocol.messages import Problem
+from rl.protocol.players import Player, player_of
 from rl.verification.rewards import check_terms, describe, number
 
 Row = Mapping[str, Any]
@@ -49,6 +50,19 @@ class Step(NamedTuple):
     done: bool = False  # the episode is over
 
 
+class Consult(NamedTuple):
+    """Answer of `reset`, `step` or `hear` by which another policy speaks next; `hear` is called with its text.
+
+    Nobody learns from what it draws. The policy sees of it what the environment shows.
+    """
+
+    policy: str  # one of the config's `consults`
+    prompt: str  # question that it answers
+    max_new_tokens: int | None = None  # limit of its answer; None: the engine's
+    strings: tuple[str, ...] = ()  # texts that end its answer
+    reward: float = 0.0  # a finite number, for the action before
+
+
 class Environment(Configurable, abc.ABC):
     """One episode. Rewards of its steps add up; with `verify` the verifier's score of the last action is added."""
 
@@ -61,11 +75,23 @@ class Environment(Configurable, abc.ABC):
         # The same actions on the same row always give the same observations and rewards, and change nothing outside.
         # Then a lost episode can be played again; of others, a repetition is tagged "rerun".
         pure: bool = False
+        # Frozen policies that the environment may let speak (`Consult`), of an experiment's `policies`: "NAME@-4", the
+        # version of NAME of 4 updates before; "NAME@12", its version 12 once that is made, until then the newest;
+        # "NAME@-0", the current one; "base", the model without an adapter
+        consults: tuple[str, ...] = ()
 
         @override
         def check_fields(self) -> None:
             self.require_least(1, "max_turns", "max_turn_tokens")
             self.require("deadline_s", self.deadline_s > 0, "seconds, more than 0")
+            self.consulted()
+
+        def consulted(self) -> dict[str, Player]:
+            """Return the players of `consults` by their texts (ConfigError: a text names none, or one that learns)."""
+            found = {text: player_of(text) for text in self.consults}
+            fits = all(one is not None and not one.learns for one in found.values())
+            self.require("consults", fits, "frozen policies, each as 'NAME@-4', 'NAME@12', 'NAME@-0' or 'base'")
+            return {text: one for text, one in found.items() if one is not None}
 
         def share(self) -> Any:
             """Build what all episodes of a process share; its `close` is called at the end, if it has one."""
@@ -115,6 +141,11 @@ class Environment(Configurable, abc.ABC):
     def step(self, action: str) -> Any:
         """Carry out an action; returns (observation, reward, done), or an awaitable of them."""
 
+    def hear(self, answer: str) -> Any:
+        """Go on from the answer to a `Consult`; returns what `step` would. Before the first action it pays nothing."""
+        del answer
+        raise NotImplementedError(f"{type(self).__name__} returned a Consult and has no method `hear`")
+
     def refuse(self, action: str, why: str) -> Any:
         """Carry out an action that its reader has ended, as it can only fail; returns what `step` would."""
         del why
@@ -153,6 +184,20 @@ def checked_step(value: Any) -> Step:
         raise TypeError(f"step returned {describe(value)}; expected (observation, reward, done)")
     observation, reward, done = value
     return Step(checked_observation(observation), number(reward, "step"), bool(done))
+
+
+def checked_consult(value: Consult, allowed: Sequence[str]) -> Consult:
+    """Return a `Consult`.
+
+    Raises:
+        TypeError: its policy is none of those that the config allows, or it has other values than its fields say.
+    """
+    if value.policy not in allowed:
+        known = ", ".join(map(repr, allowed)) or "none"
+        raise TypeError(f"the environment consulted {value.policy!r}; its `consults` are: {known}")
+    if not isinstance(value.prompt, str):
+        raise TypeError(f"prompt {describe(value.prompt)} of a Consult; expected text")
+    return value._replace(reward=number(value.reward, "Consult"))
 
 
 def checked_figures(value: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:

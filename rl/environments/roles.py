@@ -16,19 +16,14 @@ A role sees the problem, what it is shown, and its own actions. Its part of the 
 which nothing but its own tokens is learned.
 """
 
-import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, override
 
 from axlearn_like.config import REQUIRED, ConfigBase
 from rl.environments.environment import Environment, Row
 from rl.environments.task import environments_of
-from rl.protocol.messages import Lease, Seat
+from rl.protocol.players import BASE, OWN, Player, player_of
 from rl.verification.rewards import describe, number
-
-BASE = "base"  # player that is the base model without an adapter
-_PLAYER = re.compile(r"([^@]+)(?:@(-?)(\d+))?")
 
 
 class NextRole(NamedTuple):
@@ -39,26 +34,6 @@ class NextRole(NamedTuple):
     # Finite numbers by role, for what has happened; those of roles that are not named are 0
     rewards: Mapping[str, float] = {}
     done: bool = False  # the episode is over; nobody acts
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Player:
-    """A player of a role: a policy that learns, a version of one that is frozen, or the base."""
-
-    policy: str  # name of the policy; "": the base
-    back: int | None = None  # versions before that of the policies that learn; None: not given
-    version: int | None = None  # number of a version, which plays from then on; None: not given
-
-    @property
-    def learns(self) -> bool:
-        """True if its tokens are trained on."""
-        return bool(self.policy) and self.back is None and self.version is None
-
-    def version_at(self, version: int) -> int:
-        """Return the version that plays where the policies that learn have this one."""
-        if self.version is not None:
-            return min(self.version, version)
-        return max(0, version - (self.back or 0))
 
 
 class RoleEnvironment(Environment):
@@ -74,6 +49,7 @@ class RoleEnvironment(Environment):
         @override
         def check_fields(self) -> None:
             super().check_fields()
+            self.require("consults", not self.consults, "() in a game of roles: make what it would consult a player")
             self.require("verify", not self.verify, "False: a role environment pays all rewards itself")
             self.require("players", bool(self.players), "a player for each role")
             learning = [text for text, player in self._parsed() if player.learns]
@@ -89,17 +65,10 @@ class RoleEnvironment(Environment):
             found = []
             for role in sorted(self.players):
                 text = self.players[role]
-                match = _PLAYER.fullmatch(text)
+                player = player_of(text)
                 expected = f"a policy as 'NAME', 'NAME@-4' or 'NAME@12', or {BASE!r}, for role {role!r}, got {text!r}"
-                self.require("players", match is not None and not (match[1] == BASE and match[3]), expected)
-                assert match is not None
-                name, before, digits = match.groups()
-                if name == BASE:
-                    player = Player("")
-                elif digits is None:
-                    player = Player(name)
-                else:
-                    player = Player(name, back=int(digits)) if before else Player(name, version=int(digits))
+                self.require("players", player is not None, expected)
+                assert player is not None
                 found.append((text, player))
             return found
 
@@ -114,8 +83,10 @@ class RoleEnvironment(Environment):
         raise NotImplementedError
 
 
-def players_of(tasks: ConfigBase[Any]) -> dict[str, Player]:
-    """Return the players of the environments of tasks by role; {}: they have no roles.
+def players_of(tasks: ConfigBase[Any], policy: str) -> dict[str, Player]:
+    """Return the players of a policy's episodes by role: those of its environments, or those that it consults.
+
+    {}: it plays alone. Where there are no roles its own is `OWN`, and the others' are their texts.
 
     Raises:
         ConfigError: some environments have other players than others, or none.
@@ -123,7 +94,8 @@ def players_of(tasks: ConfigBase[Any]) -> dict[str, Player]:
     environments = environments_of(tasks)
     with_roles = [one for one in environments if isinstance(one, RoleEnvironment.Config)]
     if not with_roles:
-        return {}
+        consulted = {text: player for one in environments for text, player in one.consulted().items()}
+        return {OWN: Player(policy), **consulted} if consulted else {}
     first = with_roles[0]
     for one in with_roles:
         one.require("players", one.players == first.players, f"{first.players}, as the other tasks have")
@@ -132,33 +104,13 @@ def players_of(tasks: ConfigBase[Any]) -> dict[str, Player]:
     return first.parsed()
 
 
-def played_together(players: Mapping[str, Mapping[str, Player]]) -> dict[str, frozenset[str]]:
-    """Return, for each policy, the others that play in its episodes or in episodes of those.
-
-    >>> from rl.environments.roles import Player, played_together
-    >>> found = played_together({"a": {"x": Player("a"), "y": Player("b", back=4)}, "c": {"x": Player("c")}})
-    >>> found["b"], found["c"]
-    (frozenset({'a'}), frozenset())
-    """
-    groups: list[set[str]] = []
-    for name, roles in players.items():
-        linked = {name, *(one.policy for one in roles.values() if one.policy)}
-        for group in [group for group in groups if group & linked]:
-            groups.remove(group)
-            linked |= group
-        groups.append(linked)
-    return {name: frozenset(group - {name}) for group in groups for name in group}
-
-
-def seats_of(players: Mapping[str, Player], lease: Lease, incarnations: Mapping[str, int]) -> tuple[Seat, ...]:
-    """Return who draws each role of the episodes of a lease; `incarnations`: of the trainers, by policy."""
-    version = lease.version
-    return tuple(
-        Seat(role, one.policy, one.version_at(version), incarnations[one.policy], one.learns)
-        if one.policy
-        else Seat(role, "", 0, 0, learns=False)
-        for role, one in players.items()
-    )
+def check_alone(tasks: ConfigBase[Any]) -> None:
+    """Refuse environments that need other policies than the one that is there (ConfigError)."""
+    alone = "where a policy answers alone: it takes its experiment's `policies` to play"
+    for one in environments_of(tasks):
+        one.require("consults", not one.consults, f"() {alone}")
+        if isinstance(one, RoleEnvironment.Config):
+            one.require("players", False, f"no roles {alone}")
 
 
 def checked_next(value: Any, roles: Mapping[str, Any]) -> NextRole:

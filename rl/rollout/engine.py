@@ -236,10 +236,15 @@ class RolloutEngine(Configurable):
             limit = f"RolloutEngine.max_queue={cfg.max_queue}"
             raise UserError(f"{request.name}: {unfinished} requests are unfinished ({limit})")
         stop = self._validate(request)
-        adapter = None if request.adapter is None else self._slots.find(request.adapter, f"{request.name}: ")
+        adapter, *others = (
+            None if name is None else self._slots.find(name, f"{request.name}: ")
+            for name in (request.adapter, *request.policies.values())
+        )
+        policies = dict(zip(request.policies, others, strict=True))
         due = None if request.deadline is None else time.monotonic() + request.deadline
         sampler = request.sampler or cfg.sampler
-        group = SequenceGroup(self._submitted, request, sampler, stop, due, on_tokens, adapter)
+        numbers = self._submitted, request, sampler, stop, due, on_tokens, adapter
+        group = SequenceGroup(*numbers, policies=policies)
         self._submitted += 1
         self.lifecycle.start(group)
         return group.number

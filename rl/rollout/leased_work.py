@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from mesh import UserError
 from mesh.devices import hardware_class, platform
 from rl.environments.scoring import score_rollouts
 from rl.protocol.messages import WHOLE, Details, Group, Lease, Prompt, Rollout, Seat
+from rl.protocol.players import OWN
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.request import Request, RequestOutput, draw_seed
 from rl.rollout.worker_policy import WorkerPolicy
@@ -75,11 +76,18 @@ class LeasedWork:
 
     @property
     def seats(self) -> tuple[Seat, ...]:
-        """The policies and versions that draw it: one, or one for each role of its episodes."""
-        return (Seat("", self.lease.policy, self.lease.version, self.lease.incarnation),)
+        """The policies and versions that draw it: its own and those consulted, or one for each role of its episodes."""
+        return self.lease.seats or (Seat(OWN, self.lease.policy, self.lease.version, self.lease.incarnation),)
 
-    def begin(self, engine: RequestEngine, adapter: str | None = None) -> None:
-        """Submit its requests to an engine; `adapter`: name of the adapter that draws, None for the base."""
+    def begin(
+        self, engine: RequestEngine, adapter: str | None = None, policies: Mapping[str, str | None] | None = None
+    ) -> None:
+        """Submit its requests to an engine.
+
+        Args:
+            adapter: name of the adapter that draws, None for the base.
+            policies: those of the policies that its episodes may consult.
+        """
         features, lease, policy = self.policy.features, self.lease, self.policy
         self.begun, self._hardware = True, _hardware(engine)
         ask = Request if features.episodes is None else features.episodes.request
@@ -95,7 +103,8 @@ class LeasedWork:
             given = self._demonstrations(prompt)
             request = ask(prompt, lease.samples - len(given), seed, partial=partial)
             earlier = lease.earlier[index] if lease.earlier else ()
-            request = dataclasses.replace(request, adapter=adapter, sampler=policy.sampler, earlier=earlier)
+            by = {"adapter": adapter, "policies": policies or {}, "sampler": policy.sampler}
+            request = dataclasses.replace(request, earlier=earlier, **by)
             self._given[engine.submit(request)] = given
         self._renewed = self._clock()
 

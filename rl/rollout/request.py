@@ -1,7 +1,7 @@
 """Requests to the engine, and their results."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class Request:
     # Seconds from submission; what there is by then is returned with finish reason "deadline"
     deadline: float | None = None
     adapter: str | None = None  # name of a set of adapter weights, None for the policy itself
+    # Adapters of the policies that a `Spawn` of its loops may name, by those names; None: the base. Kept to its end.
+    policies: Mapping[str, str | None] = dataclasses.field(default_factory=dict[str, str | None])
     priority: int = 0  # higher goes first; among equals, the earlier one
     agent_loop: AgentLoop = single_turn  # behaviour of each sample; by default, generate once
     # Rollouts of this request to continue, as an abort returned them; other samples are not drawn, and those that ended

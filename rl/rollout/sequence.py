@@ -7,7 +7,7 @@ and the engine call its methods.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from enum import Enum
 from typing import Any
@@ -50,6 +50,8 @@ class SequenceGroup:
     error: str | None = None
     prompt_scores: TokenScores | None = None  # scores until now
     parent: "Sequence | None" = None  # the sequence that has spawned it
+    # Adapters of the request's `policies`; None: the base
+    policies: Mapping[str, LoadedAdapter | None] = dataclasses.field(default_factory=dict[str, LoadedAdapter | None])
 
     @property
     def root(self) -> "SequenceGroup":

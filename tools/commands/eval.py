@@ -121,6 +121,9 @@ def evaluate_policy(
     """
     cfg, weights, _ = find_policy(name, drawing.sets, random_weights=drawing.untrained, command="eval")
     tasks_cfg, verifier_cfg = _tasks(cfg, named, drawing.verifier)
+    from rl.environments.roles import check_alone
+
+    check_alone(tasks_cfg)
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
     from rl.evaluation.samples import Samples, earlier_tokens

@@ -93,6 +93,8 @@ class Spawn:
     prompt: Sequence[int]  # tokens, at most the engine's `max_prompt_tokens`
     agent_loop: "AgentLoop"
     max_new_tokens: int | None = None  # limit of its tokens; None: the request's
+    # Policy that draws it, of the request's `policies`, or "base": the model without an adapter. None: this one's own.
+    policy: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,17 +8,19 @@ reward, and nothing else.
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text, completion_text
-from rl.environments.environment import Ask, Environment, Row, checked_figures, checked_observation, checked_step
+from rl.environments.environment import Ask, Environment, Row, checked_figures, checked_observation
 from rl.environments.streaming.events import Invalid
 from rl.environments.thread import EnvironmentThread
 from rl.environments.turns import Turns
 from rl.protocol.messages import Episode, EpisodeEnd, FinishReason, Problem, Rollout, Turn
 from rl.rollout.agent_loops.commands import Abort, Command, Completion, Generate, Observe, Wait
+from rl.rollout.agent_loops.consulting import heard, opened
 from rl.rollout.decoding.stop_strings import INCOMPLETE
 
 __all__ = ["GRACE_S", "EpisodeLoop"]
@@ -75,7 +77,9 @@ class EpisodeLoop:
 
     def _play(self, thread: EnvironmentThread, completion: Completion, turns: list[Turn]) -> Steps:
         cfg, text = self._cfg, Turns(self._tokenizer, self._problem, self._cfg.role())
-        seen = checked_observation((yield self._wait(thread, lambda environment: environment.reset(self._row))))
+        ask = partial(self._wait, thread)
+        first = yield ask(lambda environment: environment.reset(self._row))
+        seen = checked_observation((yield from opened(first, cfg, ask, self._tokenizer)))
         given = _given(seen, text, completion)
         while (yield Observe(given)) == len(given) and len(turns) < cfg.max_turns:
             first = len(completion.output_tokens)
@@ -97,7 +101,7 @@ class EpisodeLoop:
                 )
             else:
                 done = yield self._wait(thread, lambda environment, act=action: environment.step(act))
-            step = checked_step(done)
+            step = yield from heard(done, cfg, ask, self._tokenizer)
             turns.append(Turn(end, step.reward, _messages(seen, cfg)))
             if step.done:
                 return "done", answer_text(self._tokenizer, drawn) if cfg.verify else None

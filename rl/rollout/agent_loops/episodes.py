@@ -11,7 +11,6 @@ from axlearn_like.config import ConfigBase
 from axlearn_like.tokenizers.protocol import Tokenizer
 from mesh.errors import UserError
 from rl.environments.environment import Environment, row_of
-from rl.environments.roles import RoleEnvironment
 from rl.environments.task import environments_of
 from rl.environments.thread import EnvironmentThread
 from rl.protocol.messages import WHOLE, Episode, Prompt, Rollout, Score
@@ -59,7 +58,7 @@ class Episodes:
 
     def play(self, prompt: Prompt) -> RolePlay:
         """Return the episodes of a problem whose environment has roles, for their requests."""
-        return RolePlay(*self._parts(prompt, roles=True))
+        return RolePlay(*self._parts(prompt))
 
     def record(self, problem_id: int, episodes: dict[int, Episode]) -> None:
         """Take the records of a problem's episodes, by sample, from who plays them; until `recorded`."""
@@ -115,7 +114,7 @@ class Episodes:
             rollout = dataclasses.replace(rollout, tags=tuple(sorted(tags)))
         return dataclasses.replace(rollout, episode=episode)
 
-    def _parts(self, prompt: Prompt, *, roles: bool = False) -> tuple[Any, ...]:
+    def _parts(self, prompt: Prompt) -> tuple[Any, ...]:
         """Return the arguments of an `EpisodeLoop` or `RolePlay`."""
         problem = self._tasks.problem(prompt.id)
         if problem.family not in self._shared:
@@ -129,10 +128,6 @@ class Episodes:
                 what = f"{type(error).__name__}: {error}"
                 raise UserError(f"the environment of task {problem.family!r} cannot be built: {what}") from error
         cfg, shared = self._shared[problem.family]
-        if isinstance(cfg, RoleEnvironment.Config) and not roles:
-            raise UserError(
-                f"the environment of task {problem.family!r} has roles, which an experiment's `policies` play together"
-            )
         make: Callable[[], Environment] = lambda: cfg.build(shared=shared)  # noqa: E731
         row = row_of(problem, episode_seed(self._seed, problem.id))
         return cfg, make, self._tokenizer, problem, row, lambda thread: self._threads.append(thread)

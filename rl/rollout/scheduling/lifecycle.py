@@ -62,7 +62,8 @@ class Lifecycle:
     @property
     def adapters(self) -> set[LoadedAdapter]:
         """The adapters of unfinished requests."""
-        return {group.adapter for group in self.groups.values() if group.adapter is not None}
+        groups = self.groups.values()
+        return {one for group in groups for one in (group.adapter, *group.policies.values()) if one is not None}
 
     def clear(self) -> None:
         """Drop all requests and outputs, whatever state they are in."""

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
-from mesh import UserError
+from mesh import UserError, did_you_mean
 from rl.protocol.messages import Rollout
+from rl.protocol.players import BASE
 from rl.rollout.agent_loops.commands import Completion, Join, Spawn
+from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.sequence import Sequence, SequenceGroup, State
@@ -37,16 +39,18 @@ class Spawning:
         """Return a new sequence whose loop has not begun.
 
         Raises:
-            UserError: the tree is too deep or too large, or the engine has no room for such a prompt.
+            UserError: the tree is too deep or too large, the request has no such policy, or the engine no room for
+                such a prompt.
         """
         _check_tree(parent)
-        group = parent.group
+        group, adapter = parent.group, _adapter(parent, command.policy)
         tokens = np.asarray(command.prompt, np.int32)
         limit = group.stop.max_new_tokens if command.max_new_tokens is None else command.max_new_tokens
         request = dataclasses.replace(
             group.request,
             prompt=dataclasses.replace(group.request.prompt, tokens=tokens),
             samples=1,
+            adapter=None if adapter is None else adapter.name,
             stop=dataclasses.replace(group.stop, max_new_tokens=limit),
             agent_loop=command.agent_loop,
             partial=(),
@@ -57,8 +61,8 @@ class Spawning:
         except UserError as error:
             raise UserError(f"{parent.name}, child {len(parent.children)}: {error}") from error
         self._spawned += 1
-        numbers = -self._spawned, request, group.sampler, stop, group.due, None, group.adapter
-        child = SequenceGroup(*numbers, started=True, parent=parent)
+        numbers = -self._spawned, request, group.sampler, stop, group.due, None, adapter
+        child = SequenceGroup(*numbers, started=True, parent=parent, policies=group.policies)
         sample = child_sample(parent.sample, len(parent.children))
         parent.spawned(child)
         self._scheduler.kv_cache.remember(parent)
@@ -68,6 +72,20 @@ class Spawning:
 def child_sample(parent: int, index: int) -> int:
     """Return the sample id of a sample's child: 2**31 to 2**32 - 1."""
     return _IDS + derived_seed("spawn", parent, index) % _IDS
+
+
+def _adapter(parent: Sequence, policy: str | None) -> LoadedAdapter | None:
+    """Return the adapter of the policy that a command names."""
+    if policy is None:
+        return parent.group.adapter
+    known = {BASE: None, **parent.group.policies}
+    if policy not in known:
+        names = ", ".join(map(repr, sorted(known)))
+        raise UserError(
+            f"{parent.name} spawns a completion of policy {policy!r}, which the request's `policies` do not name; "
+            f"there are: {names}{did_you_mean(policy, known)}"
+        )
+    return known[policy]
 
 
 def _check_tree(parent: Sequence) -> None:

@@ -13,8 +13,8 @@ from mesh import UserError, did_you_mean
 from rl.controller.controller import PROMPTS_WAIT, Controller
 from rl.controller.fair_share import FairShare
 from rl.controller.leasing import LEASES_PER_POLICY
-from rl.environments.roles import Player, played_together, seats_of
 from rl.protocol.messages import Group, Lease, Rollout, Seat
+from rl.protocol.players import Player, played_together, seats_of
 from rl.protocol.timeouts import Waits
 
 _SLICE = 1.0  # seconds of a wait, after which leases may have expired

@@ -7,9 +7,10 @@ from pathlib import Path
 from axlearn_like.checkpoint.versions import list_steps
 from axlearn_like.config import ConfigError, text_lines
 from mesh import UserError, did_you_mean
-from rl.environments.roles import Player, RoleEnvironment, played_together, players_of
+from rl.environments.roles import RoleEnvironment, players_of
 from rl.environments.task import environments_of
 from rl.experiment import RLExperiment
+from rl.protocol.players import OWN, Player, played_together
 from rl.runtime.policies.adapters import are_adapters
 from rl.training.spec import Opponents
 
@@ -18,8 +19,8 @@ _EQUAL = ("tasks", "seed", "num_steps", "prompts_per_step", "samples_per_prompt"
 
 
 def players_by_policy(configs: Mapping[str, RLExperiment.Config]) -> dict[str, dict[str, Player]]:
-    """Return the players of the roles of each policy's episodes, of the policies whose episodes have roles."""
-    found = {name: players_of(cfg.tasks) for name, cfg in configs.items()}
+    """Return the players of each policy's episodes, of the policies that do not play alone."""
+    found = {name: players_of(cfg.tasks, name) for name, cfg in configs.items()}
     return {name: players for name, players in found.items() if players}
 
 
@@ -53,10 +54,14 @@ def check_roles(cfg: RLExperiment.Config, found: Mapping[str, RLExperiment.Confi
             expected = "`policies` of the experiment, which play the roles"
             if isinstance(environment, RoleEnvironment.Config):
                 environment.require("players", False, expected)
+            environment.require("consults", not environment.consults, "() without `policies` of the experiment")
         return
     players = players_by_policy(found)
     for name, roles in players.items():
         where = f"policies[{name!r}].tasks"
+        if OWN in roles and not are_adapters(cfg.policy):
+            said = "expected no `consults`, which whole models have none of: one engine draws an episode"
+            raise ConfigError(f"{where}: {said} (--apply low_rank)", where)
         for role, player in roles.items():
             if not player.policy and not are_adapters(cfg.policy):
                 said = f"whole models have no base; expected a version of one, such as '{name}@0', or --apply low_rank"

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, override
 
 from axlearn_like.input.shuffle import derived_seed
-from rl.protocol.messages import Episode, Lease, Seat
+from rl.protocol.messages import Episode, Lease
+from rl.protocol.players import OWN
 from rl.rollout.leased_work import LeasedWork, RequestEngine
 from rl.rollout.request import Request, RequestOutput, draw_seed
 from rl.rollout.worker_policy import WorkerPolicy
@@ -27,7 +28,7 @@ def works_of(lease: Lease, policies: Mapping[str, WorkerPolicy[Any]], worker: st
     works: list[LeasedWork] = []
     plays: list[_Play] = []
     for one in (lease, *lease.beside):
-        if not one.seats:
+        if all(seat.role == OWN or not seat.learns for seat in one.seats):  # no roles
             works.append(LeasedWork(one, policies[one.policy], worker))
             continue
         play = next((play for play in plays if play.fits(one)), None)
@@ -48,17 +49,14 @@ class RoleWork(LeasedWork):
         self.role = next(seat.role for seat in lease.seats if seat.policy == lease.policy and seat.learns)
         play.works.append(self)
 
-    @property
-    @override
-    def seats(self) -> tuple[Seat, ...]:
-        return self.lease.seats
-
     @override
     def shares_episodes(self, other: LeasedWork) -> bool:
         return any(LeasedWork.shares_episodes(one, other) for one in self._play.works)
 
     @override
-    def begin(self, engine: RequestEngine, adapter: str | None = None) -> None:
+    def begin(
+        self, engine: RequestEngine, adapter: str | None = None, policies: Mapping[str, str | None] | None = None
+    ) -> None:
         self._play.begin(engine)
 
     def started(self, numbers: Mapping[int, str], records: Mapping[int, Mapping[str, dict[int, Episode]]]) -> None:

@@ -20,10 +20,10 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import make_mesh
 from rl.controller.fair_share import FairShare
-from rl.environments.roles import played_together
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
 from rl.parameter_server.server import ParameterServer
+from rl.protocol.players import played_together
 from rl.protocol.protocols import BatchSource, PolicyLeaseSource, ScoreSource
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices

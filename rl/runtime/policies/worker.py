@@ -148,7 +148,8 @@ class PoliciesWorker:
         with self._failing(work.lease.policy):
             if all(adapter_name(seat) in self._engine.adapters or self._load(work, seat, held) for seat in seats):
                 self._works[work] = time.monotonic()
-                work.begin(self._engine, adapter_name(seats[0]))
+                consulted = {seat.role: adapter_name(seat) if seat.policy else None for seat in work.seats if seat.role}
+                work.begin(self._engine, adapter_name(seats[0]), consulted)
 
     def _load(self, work: LeasedWork, seat: Seat, held: set[str]) -> bool:
         """Load an adapter for a work; returns False if it cannot be now. `held`: those that rows are drawn with."""

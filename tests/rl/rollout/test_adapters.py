@@ -1,6 +1,7 @@
 """Several LoRA adapters in one engine: each row has its own, in any mixture, loaded and replaced while it runs."""
 
 import dataclasses
+from collections.abc import Generator
 from functools import cache
 from typing import Any
 
@@ -18,9 +19,10 @@ from axlearn_like.layers.wrappers.adapters import Adapter, Factors, adapter_of, 
 from axlearn_like.layers.wrappers.base import plain_params
 from axlearn_like.layers.wrappers.lora import LoRA
 from mesh import UserError
+from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Generate, Join, Observe, Spawn, single_turn
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
-from rl.rollout.request import Request
+from rl.rollout.request import Request, RequestOutput, StopConditions
 from tests.rl.rollout.small import POLICY, assert_no_page_is_held, assert_same, drain, make_engine, params, request
 from tests.rl.tiny import tiny_params
 
@@ -148,6 +150,59 @@ def test_requests_keep_the_adapter_they_began_with(engine: RolloutEngine):
     for name in NAMES:  # slots of what has ended are free again
         engine.load_adapter(name, adapter(name))
     assert_same(engine.generate(asked), expected)
+
+
+def spawns(*policies: str | None) -> AgentLoop:
+    """A loop that draws a token, and lets each of these policies complete one prompt."""
+
+    def loop(completion: Completion) -> Generator[Command, Any, None]:
+        yield Generate(1)
+        children = []
+        for policy in policies:
+            children.append((yield Spawn(list(range(1, 18)), single_turn, 6, policy)))
+        for rollout in (yield Join(tuple(children))):
+            yield Observe(rollout.tokens.tolist())
+
+    return loop
+
+
+def test_a_spawned_completion_is_drawn_by_the_policy_that_it_names(engine: RolloutEngine):
+    engine.load_adapter("poems", adapter("poems"), version=8)
+    asked = request(3, samples=1, stop=StopConditions())
+    named: dict[str, str | None] = {"judge": "poems", "older": None}
+    mixed = dataclasses.replace(asked, adapter="french", policies=named, agent_loop=spawns("judge", None, "older"))
+    found = _only(engine, mixed)
+    assert found.error is None
+    for place, (name, version) in enumerate([("poems", 8), ("french", 0), (None, 5)]):
+        inherits = dataclasses.replace(asked, adapter=name, agent_loop=spawns(None, None, None))
+        expected = _only(engine, inherits).spawned[place][1]  # of the same sample id
+        assert_same([found.spawned[place][1]], [expected])
+        assert set(expected.versions.tolist()) == {version} and len(expected.tokens) == 6
+    assert len({rollout.tokens.tobytes() for _, rollout in found.spawned}) == 3
+    assert found.rollouts[0].action_mask.sum() == 1, "what others draw is given"
+    wrong = _only(engine, dataclasses.replace(mixed, agent_loop=spawns("jugde")))
+    assert wrong.error is not None and "policy 'jugde'" in wrong.error and "mean 'judge'" in wrong.error
+    with pytest.raises(UserError, match="prompt .*no adapter 'poem' is loaded"):
+        engine.submit(dataclasses.replace(mixed, policies={"judge": "poem"}))
+    engine.load_adapter("poems", adapter("poems"))
+
+
+def test_a_request_keeps_the_policies_that_its_loops_may_name(engine: RolloutEngine):
+    asked = request(3, samples=1, stop=StopConditions())
+    asked = dataclasses.replace(asked, adapter="french", policies={"judge": "poems"}, agent_loop=spawns("judge"))
+    expected = _only(engine, asked).spawned
+    engine.unload_adapter("sums")  # a slot for the successor
+    number = engine.submit(asked)
+    engine.load_adapter("poems", adapter("sums"))  # before the child is spawned
+    found = drain(engine)[number].spawned
+    assert_same([rollout for _, rollout in found], [rollout for _, rollout in expected])
+    for name in NAMES:
+        engine.load_adapter(name, adapter(name))
+
+
+def _only(engine: RolloutEngine, asked: Request) -> RequestOutput:
+    number = engine.submit(asked)
+    return drain(engine)[number]
 
 
 @pytest.mark.full

@@ -20,10 +20,10 @@ from axlearn_like.tokenizers.protocol import answer_text
 from mesh import UserError
 from rl.controller.leasing import LEASES_PER_POLICY
 from rl.environments.environment import row_of
-from rl.environments.roles import Player, seats_of
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient, connect_local
 from rl.protocol.messages import Episode, Group, Lease, Prompt, Rollout, Score, Seat, Turn
+from rl.protocol.players import Player, seats_of
 from rl.rollout.agent_loops.episodes import episode_seed
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
@@ -206,10 +206,10 @@ def fleet(path: Path, cfg: RLExperiment.Config) -> Iterator[Fleet]:
             yield Fleet(experiment, roles, controllers, weights, trainer)
 
 
-def by_hand(path: Path, cfg: RLExperiment.Config) -> None:
+def by_hand(path: Path, cfg: RLExperiment.Config, player: Any = ByHand) -> None:
     """Train the policies of a run with groups played by hand."""
     with fleet(path, cfg) as one:
-        hand = ByHand(one.experiment, one.weights, one.roles._base_params)
+        hand = player(one.experiment, one.weights, one.roles._base_params)
         while not one.trainer.done():
             step = min(one.trainer.of(name).step for name in one.roles.names)
             while not all(one.batch(step).values()):

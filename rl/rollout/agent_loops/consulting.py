@@ -1,0 +1,52 @@
+"""Answers of environments that let another policy speak: it draws a completion of its own, of which nobody learns."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
+from rl.environments.environment import Consult, Environment, Step, checked_consult, checked_step
+from rl.rollout.agent_loops.commands import Command, Completion, Generate, Join, Spawn, Wait
+from rl.tasks.encoding import encode_prompt
+
+Ask = Callable[[Callable[[Environment], Any]], Wait]
+
+
+def heard(value: Any, cfg: Environment.Config, ask: Ask, tokenizer: Tokenizer) -> Generator[Command, Any, Step]:
+    """Return the step to which an answer of the environment leads, once all that it consults have spoken.
+
+    Args:
+        value: the answer of `reset` or `step`.
+        cfg: names the policies that may be consulted.
+        ask: makes the command that calls the environment.
+        tokenizer: that of all policies.
+
+    Raises:
+        TypeError: an answer is neither a step nor a `Consult`.
+        UserError: the policy cannot be asked, or the prompt does not fit the engine.
+    """
+    paid = 0.0
+    while isinstance(value, Consult):
+        consult = checked_consult(value, cfg.consults)
+        paid += consult.reward
+
+        def speak(completion: Completion, strings: tuple[str, ...] = consult.strings) -> Generator[Command, Any, None]:
+            del completion
+            yield Generate(strings=strings)
+
+        prompt = encode_prompt(consult.prompt, tokenizer).tolist()
+        child = yield Spawn(prompt, speak, consult.max_new_tokens, consult.policy)
+        (rollout,) = yield Join((child,))
+        answer = answer_text(tokenizer, rollout.tokens.tolist())
+        value = yield ask(lambda environment, said=answer: environment.hear(said))
+    step = checked_step(value)
+    return step._replace(reward=paid + step.reward)
+
+
+def opened(value: Any, cfg: Environment.Config, ask: Ask, tokenizer: Tokenizer) -> Generator[Command, Any, Any]:
+    """Return the first observation, of an environment that consults before the first action (see `heard`)."""
+    if not isinstance(value, Consult):
+        return value
+    step = yield from heard(value, cfg, ask, tokenizer)
+    if step.done or step.reward:
+        raise TypeError("the environment has ended or paid an episode before the first action")
+    return step.observation
