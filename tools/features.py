@@ -30,6 +30,7 @@ _LOOPS, _TRAINING, _OBJECTIVE = "rl.rollout.agent_loops", "rl.training", "rl.obj
 _FROZEN = "trainer.reference=axlearn_like.training.alignment.reference:FrozenCopy"
 _KL = ("objective.regulariser=rl.objective:ReferenceKL", "objective.regulariser.coef=0.01", _FROZEN)
 _GAE = (f"objective.advantage={_OBJECTIVE}:GeneralisedAdvantage", "objective.zero_variance=keep")
+_PLANS = (f"graph={_LOOPS}.graph.rollouts:GraphRollouts", f"trainer.packing={_TRAINING}.packing:Packing")
 
 # A modifier that replaces the whole objective stands before those that edit it.
 FEATURES: dict[str, Switch] = {
@@ -49,6 +50,14 @@ FEATURES: dict[str, Switch] = {
             "interruption.at=8",
             "interruption.until=;",
             "interruption.words=so;",
+        )
+    ),
+    "plans": Switch(sets=_PLANS),
+    "credit by node": Switch(
+        sets=(
+            *_PLANS,
+            "graph.node_reward=experiments.tasks.expressions:right_sum",
+            f"objective.advantage={_OBJECTIVE}:NodeAdvantage",
         )
     ),
     "candidate tokens": Switch(sets=("sampler=rl.rollout.sampling:RecordedSampler", "sampler.top_k=8")),

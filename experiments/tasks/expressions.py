@@ -2,21 +2,38 @@
 
 The policy writes a plan, one line for each bracket, and answers a line by counting up to its sum: short lines and
 longer answers, of which those that need no other can be drawn at the same time (rl/rollout/agent_loops/graph).
+
+axl train experiments/tasks/expressions.py:expressions_sft
+axl rl experiments/tasks/expressions.py:expressions_rl
+
+RL trains the plan and the answers of its nodes: by path (all have the advantage of the final answer), or by node
+(`--set objective.advantage=rl.objective:NodeAdvantage`: each answer that of being right itself).
 """
 
 import dataclasses
 import random
+import re
+from collections.abc import Iterator, Mapping
 from typing import override
 
 import numpy as np
 
-from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.config import ConfigBase, Configurable, config_function
 from axlearn_like.input.shuffle import derived_seed
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.trainer import Trainer
-from experiments.tasks.small import small_sft
+from experiments.tasks.small import small_learner, small_rl, small_sft
 from mesh.errors import UserError
+from rl.evaluation.evaluator import Evaluation
+from rl.experiment import RLExperiment
+from rl.rollout.agent_loops.graph.rollouts import GraphRollouts
+from rl.rollout.engine import RolloutEngine
+from rl.tasks.mixture import TaskMixture
+from rl.tasks.rows.sources import RowFunction
+from rl.tasks.rows.task_rows import TaskRows
+from rl.training.packing import Packing
+from rl.verification.verifiers.text import ExactMatch
 
 PHRASES = (" (): ", "): ", " (", ", ", "= ", ": ", "+#")
 
@@ -95,9 +112,42 @@ def problem_seed(number: int) -> int:
     return derived_seed("expression", number)
 
 
-def expressions_sft(*, seed: int = 0, steps: int = 400) -> Trainer.Config:
+def expression_rows(depth: int, count: int) -> Iterator[dict[str, str]]:
+    """Yield problems as rows, whose answer is that of the last node."""
+    for problem in (expression(problem_seed(number), depth=depth) for number in range(count)):
+        yield {"prompt": problem.question.removesuffix("\n"), "answer": problem.nodes[-1][1]}
+
+
+@config_function
+def right_sum(text: str, answers: Mapping[int, str], answer: str) -> float:
+    """Return 1 if the answer of a node is right, given the answers of its parents."""
+    for number, given in answers.items():
+        text = text.replace(f"#{number}", given[-1:])
+    return float(re.fullmatch(r"\d\+\d", text) is not None and answer == counted(int(text[0]), int(text[2])))
+
+
+def expressions_rl(*, seed: int = 0, steps: int = 30) -> RLExperiment.Config:
+    """GRPO of plans and of their nodes' answers, after fine-tuning that is too short for the answers."""
+    supervised = expressions_sft(seed=seed, steps=200, depth=2)
+    rows = RowFunction.Config(function=expression_rows, arguments={"depth": 2, "count": 4000})
+    tasks = TaskMixture.Config(families=(TaskRows.Config(rows=rows, label="sums"),), seed=seed, heldout_every=8)
+    cfg = small_rl(
+        *(supervised, PhraseTokenizer.Config(phrases=PHRASES), tasks, ExactMatch.Config(mixture=tasks)),
+        max_prompt_tokens=40,
+        max_new_tokens=64,
+        num_steps=steps,
+        samples_per_prompt=8,
+        learner=small_learner(3e-4, 1e-4, warmup=5, steps=steps),
+        engine=RolloutEngine.Config(max_num_seqs=64, steps_per_dispatch=4),
+        graph=GraphRollouts.Config(node_reward=right_sum),
+        evaluation=Evaluation.Config(problems_per_family=64),
+    )
+    cfg.trainer.packing = Packing.Config(tree=True)
+    return cfg.set(prompts_per_step=8, groups_per_lease=4)
+
+
+def expressions_sft(*, seed: int = 0, steps: int = 400, depth: int = 3) -> Trainer.Config:
     """Supervised fine-tuning of a 0.4 M-parameter decoder on plans and nodes."""
     tokenizer = PhraseTokenizer.Config(phrases=PHRASES)
-    return small_sft(
-        ExpressionExamples.Config(), vocab_size=tokenizer.vocab_size, seq_len=128, batch_size=16, steps=steps, seed=seed
-    )
+    source = ExpressionExamples.Config(depth=depth)
+    return small_sft(source, vocab_size=tokenizer.vocab_size, seq_len=128, batch_size=16, steps=steps, seed=seed)

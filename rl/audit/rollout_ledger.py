@@ -87,11 +87,12 @@ def entry(rollout: Rollout, score: Score, draw: int) -> Entry:
 
 
 def pack(groups: Iterable[Group]) -> bytes:
-    """Return the entries of whole groups, whose samples are numbered from 0."""
+    """Return the entries of whole groups, whose samples are numbered from 0; nodes of their plans are left out."""
     parts: list[bytes] = []
     for group in groups:
-        parts.append(GROUP.pack(group.prompt.id, group.prompt.draw, len(group.rollouts)))
-        for rollout, score in zip(group.rollouts, group.scores, strict=True):
+        pairs = [pair for pair in zip(group.rollouts, group.scores, strict=True) if pair[0].node is None]
+        parts.append(GROUP.pack(group.prompt.id, group.prompt.draw, len(pairs)))
+        for rollout, score in pairs:
             one = entry(rollout, score, group.prompt.draw)
             parts.append(ROLLOUT.pack(one.name.version, one.tokens, one.logprobs, one.reward))
     return b"".join(parts)

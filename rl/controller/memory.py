@@ -27,7 +27,7 @@ class RolloutMemory:
         for group in groups:
             self._drop(group.prompt.id)
             if self._most:
-                tokens = tuple(one.tokens for one in group.rollouts if not one.demonstration)
+                tokens = tuple(one.tokens for one in group.rollouts if one.is_sample)
                 self._kept[group.prompt.id] = tokens
                 self.held += sum(map(len, tokens))
         while self.held > self._most:

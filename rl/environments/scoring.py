@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import override
 
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
-from rl.protocol.messages import Details, Episode, Rollout, Score
+from rl.protocol.messages import Details, Episode, Rollout, Score, TreeNode
 from rl.protocol.protocols import ScoreSource
 from rl.verification.scorers import Scorer
 
@@ -27,14 +27,15 @@ def score_rollouts(
     """Return the answer and the score of each rollout.
 
     The answer of an episode is what its environment has the verifier judge, "" if nothing; of other rollouts it is all
-    of the text. The reward of an episode is the sum of its turns' and the verifier's.
+    of the text. The reward of an episode is the sum of its turns' and the verifier's; nodes have their own.
 
     Args:
-        rollouts: the samples of a prompt one after the other.
+        rollouts: the samples of a prompt one after the other, and the nodes of their plans.
         details: details of each rollout, where the verifier wants some.
     """
     answers = [answer_of(rollout, tokenizer) for rollout in rollouts]
-    asked = [n for n, one in enumerate(rollouts) if one.episode is None or one.episode.answer is not None]
+    answered = [one.node is None and (one.episode is None or one.episode.answer is not None) for one in rollouts]
+    asked = [n for n, judged in enumerate(answered) if judged]
     problems, texts = [rollouts[n].prompt_id for n in asked], [answers[n] for n in asked]
     if not asked:
         judged: Sequence[Score] = []
@@ -43,7 +44,19 @@ def score_rollouts(
     else:
         judged = verifier.score(problems, texts, [details[n] for n in asked])
     verdicts = dict(zip(asked, judged, strict=True))
-    return answers, [_score(one.episode, verdicts.get(n, Score(0.0))) for n, one in enumerate(rollouts)]
+    scores = [_score(one.episode, verdicts.get(n, Score(0.0))) for n, one in enumerate(rollouts)]
+    samples = {(one.prompt_id, one.sample_id): score for one, score in zip(rollouts, scores, strict=True)}
+    return answers, [
+        score if one.node is None else _node_score(one.node, samples[one.prompt_id, one.node.sample])
+        for one, score in zip(rollouts, scores, strict=True)
+    ]
+
+
+def _node_score(node: TreeNode, sample: Score) -> Score:
+    """Return the score of a node: its own reward or its sample's, if that could be scored."""
+    if sample.status != "ok":
+        return sample
+    return Score(sample.reward if node.reward is None else node.reward)
 
 
 def answer_of(rollout: Rollout, tokenizer: Tokenizer) -> str:

@@ -24,6 +24,7 @@ from rl.evaluation.statistics import compare, wilson
 from rl.protocol.messages import Problem, Rollout, Score
 from rl.protocol.protocols import ScoreSource
 from rl.rollout.agent_loops.episodes import Episodes
+from rl.rollout.agent_loops.graph.rollouts import GraphRollouts
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
@@ -42,12 +43,14 @@ class Respondent:
     at_once: int  # problems that the engine gets at a time
     episodes: Episodes | None = None  # episodes of the tasks' environments; None: they have none
     interruption: Interruption | None = None  # long thinking is interrupted; None: it is not
+    graph: GraphRollouts | None = None  # answers are plans whose nodes are drawn in parallel; None: they are not
     # Tokens by problem id, as the same keys have drawn them from another policy: drafts (`earlier_tokens`)
     earlier: Mapping[int, tuple[np.ndarray, ...]] = dataclasses.field(default_factory=dict[int, tuple[np.ndarray, ...]])
 
     def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:
         """Answer problems, `count` times each, and yield a row for each; `seed` is of the draws."""
-        ask = Request if self.interruption is None else self.interruption.request
+        steered = self.interruption or self.graph
+        ask = Request if steered is None else steered.request
         ask = ask if self.episodes is None else self.episodes.request
         requests = [ask(self.maker.prompt(problem), count, seed) for problem in problems]
         found = [self.earlier.get(problem.id, ()) for problem in problems]
@@ -55,6 +58,8 @@ class Respondent:
         rollouts = self.engine.generate(requests)
         if self.episodes is not None:
             rollouts = self.episodes.recorded(rollouts, again=False)
+        if self.graph is not None:
+            rollouts = list(self.graph.recorded(rollouts))
         answers, scores = score_rollouts(self.verifier, rollouts, self.tokenizer)
         for number, problem in enumerate(problems):
             mine = slice(number * count, (number + 1) * count)

@@ -18,6 +18,7 @@ from rl.protocol.experiment import Feature
 from rl.protocol.timeouts import Timeouts
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
+from rl.rollout.agent_loops.graph.rollouts import GraphRollouts
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.sampling import Sampler
@@ -50,6 +51,7 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     samples_per_prompt: int = REQUIRED  # rollouts of each prompt
     branching: Branching.Config | None = None  # rollouts of a prompt share their first tokens; None: they do not
     interruption: Interruption.Config | None = None  # words that end thinking which takes too long; None: none
+    graph: GraphRollouts.Config | None = None  # samples are plans whose nodes are drawn in parallel; None: they are not
     demonstrations: GroupDemonstrations.Config | None = None  # reference answers mixed into the group; None: none
     groups_per_lease: int | None = None  # prompts that a worker leases at a time; None: a whole batch
     staleness: int = 0  # versions that a rollout may be behind the trainer
@@ -126,6 +128,7 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
 
         pinned = self.controller.weights == "pinned" or self.staleness == 0
         self.controller.require("weights", pinned, f'"pinned" {purpose}: else versions depend on time')
+        self.require("graph", self.graph is None, f"None {purpose}: the nodes of a plan are drawn with their sample")
         impure = [type(one).__owner__.__name__ for one in environments_of(self.tasks) if not one.is_pure()]
         self.require("tasks", not impure, f"pure environments {purpose}, not {' and '.join(impure)}")
         judged = any(isinstance(part, LLMJudge.Config) for _, part in walk_configs(self.verifier))

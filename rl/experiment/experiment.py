@@ -43,6 +43,7 @@ from rl.parameter_server.transport.tls import Tls
 from rl.protocol.protocols import LeaseSource, ScoreSource
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.episodes import Episodes
+from rl.rollout.agent_loops.graph.rollouts import GraphRollouts
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
@@ -339,6 +340,7 @@ class RLExperiment(Configurable):
             branching=None if self.cfg.branching is None else self.cfg.branching.build(),
             demonstrations=self.make_demonstrations(),
             interruption=self.make_interruption(),
+            graph=self.make_graph(),
         )
         return WorkerPolicy(self.tokenizer, self.cfg.seed, services, features, self.cfg.sampler)
 
@@ -346,6 +348,11 @@ class RLExperiment(Configurable):
         """Build what ends thinking that takes too long, if anything does."""
         cfg = self.cfg.interruption
         return None if cfg is None else cfg.build(tokenizer=self.tokenizer)
+
+    def make_graph(self) -> GraphRollouts | None:
+        """Build what draws samples as plans, if anything does."""
+        cfg = self.cfg.graph
+        return None if cfg is None else cfg.build(tokenizer=self.tokenizer, max_new_tokens=self.cfg.max_new_tokens)
 
     def make_demonstrations(self) -> GroupDemonstrations | None:
         """Build what a worker puts beside the policy's rollouts, if anything."""

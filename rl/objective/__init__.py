@@ -24,6 +24,7 @@ from rl.objective.aggregation import (
 from rl.objective.diagnostics import combine_metrics, derived_metrics
 from rl.objective.gae import CriticConfig, GeneralisedAdvantage, RewardToGo
 from rl.objective.importance import Importance, NoImportance, RolloutRejection, TruncatedImportance
+from rl.objective.nodes import NodeAdvantage
 from rl.objective.objective import Objective, Prepared
 from rl.objective.presets import PRESETS
 from rl.objective.regulariser import (
@@ -61,6 +62,7 @@ __all__ = [
     "GeneralisedAdvantage",
     "GroupAdvantage",
     "TurnAdvantage",
+    "NodeAdvantage",
     "Importance",
     "LeaveOneOutAdvantage",
     "LogProbability",

@@ -19,6 +19,7 @@ class ExperimentFields(Protocol):
     samples_per_prompt: int
     branching: Any
     interruption: Any
+    graph: Any
     demonstrations: Any
     staleness: int
     warm_start: Any

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from rl.protocol.messages import Episode, FinishReason, Group, Rollout, RolloutData, Score
+from rl.protocol.messages import Episode, FinishReason, Group, Rollout, RolloutData, Score, TreeNode
 from rl.protocol.token_tree import TokenTree, token_tree
 
 _GREATEST = np.iinfo(np.int32).max
@@ -27,6 +27,12 @@ class RolloutHeader:
     digest: str  # digest of all its arrays
     episode: Episode | None = None  # episode without its answer; None: it is none
     demonstration: bool = False  # given and not drawn
+    node: TreeNode | None = None  # None: a sample of the prompt
+
+    @property
+    def is_sample(self) -> bool:
+        """See `Rollout.is_sample`."""
+        return not self.demonstration and self.node is None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +112,7 @@ def _header(rollout: Rollout) -> RolloutHeader:
         if episode is None
         else Episode(episode.turns, None, episode.ended, episode.error, episode.figures),
         demonstration=rollout.demonstration,
+        node=rollout.node,
     )
 
 

@@ -72,6 +72,15 @@ class Episode:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class TreeNode:
+    """The place of a rollout that a sample has spawned: trained on beside it, and no sample of its prompt."""
+
+    sample: int  # sample id of the rollout of the group that it belongs to
+    number: int  # number of the node in that one's plan
+    reward: float | None = None  # reward of its own; None: that of the sample
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rollout:
     """One completion of a prompt. Arrays of tokens have the completion's length; a sampled stop token is included.
 
@@ -94,6 +103,12 @@ class Rollout:
     candidate_tokens: np.ndarray | None = None
     episode: Episode | None = None  # episode of a problem with an environment
     demonstration: bool = False  # given and not drawn: its log-probabilities are 0, of nobody's distribution
+    node: TreeNode | None = None  # None: a sample of the prompt
+
+    @property
+    def is_sample(self) -> bool:
+        """True for the policy's own answer to the prompt: no demonstration, and no node of another one's plan."""
+        return not self.demonstration and self.node is None
 
     @property
     def drawn(self) -> np.ndarray:
@@ -126,7 +141,7 @@ class Group:
     def drawn_rewards(self) -> list[float]:
         """Return the rewards of the policy's own rollouts, as far as they could be scored."""
         pairs = zip(self.rollouts, self.scores, strict=True)
-        return [score.reward for rollout, score in pairs if score.status == "ok" and not rollout.demonstration]
+        return [score.reward for rollout, score in pairs if score.status == "ok" and rollout.is_sample]
 
 
 # Groups of a batch by their indices: the tokens of the prompt, and rollouts by theirs.

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -91,8 +92,8 @@ class LeasedWork:
         features, lease, policy = self.policy.features, self.lease, self.policy
         self.begun, self._hardware = True, _hardware(engine)
         ask = Request if features.episodes is None else features.episodes.request
-        if features.interruption is not None:
-            ask = features.interruption.request
+        if (steered := features.interruption or features.graph) is not None:
+            ask = steered.request
         if (branching := self._branching) is not None:
             ask = branching.request
         for index, prompt in enumerate(lease.prompts):
@@ -110,7 +111,12 @@ class LeasedWork:
 
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Take those of an engine's outputs that are of its requests."""
-        self._found |= {one.number: one.rollouts for one in outputs if one.number in self._given}
+        self._found |= {one.number: self._rollouts(one) for one in outputs if one.number in self._given}
+
+    def _rollouts(self, output: RequestOutput) -> tuple[Rollout, ...]:
+        if (graph := self.policy.features.graph) is None:
+            return output.rollouts
+        return graph.recorded(output.rollouts) if self.lease.evaluation else graph.trained(output)
 
     def renew(self) -> None:
         """Renew the lease if a good part of its time is over."""
@@ -155,6 +161,8 @@ class LeasedWork:
         lease, rollouts = self.lease, self.rollouts if self.begun else self.lease.partial
         if (branching := self._branching) is not None:
             rollouts = branching.continuable(rollouts, lease.samples)
+        if self.policy.features.graph is not None:
+            rollouts = ()  # plans whose nodes are gone begin again
         if all(rollout.finish_reason != "error" for rollout in rollouts):
             self.policy.services.controller.hand_back(lease.id, tuple(r for r in rollouts if not r.demonstration))
 
@@ -184,7 +192,8 @@ class LeasedWork:
                 fields |= {"answers": len(scores), "failed": len(failed), "error": why}
         if lease.evaluation:  # nobody replays it
             rollouts = [dataclasses.replace(rollout, routing=None, candidate_tokens=None) for rollout in rollouts]
-        ends = itertools.accumulate(len(lease.samples_of(prompt)) for prompt in lease.prompts)
+        nodes = Counter(rollout.prompt_id for rollout in rollouts if rollout.node is not None)
+        ends = itertools.accumulate(len(lease.samples_of(prompt)) + nodes[prompt.id] for prompt in lease.prompts)
         parts = [slice(*part) for part in itertools.pairwise((0, *ends))]
         return tuple(
             Group(prompt, tuple(rollouts[part]), tuple(scores[part]), self._hardware)

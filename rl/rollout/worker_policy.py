@@ -11,6 +11,7 @@ from rl.protocol.protocols import LeaseSource, ScoreSource, WeightSource
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.agent_loops.demonstrations import GroupDemonstrations
 from rl.rollout.agent_loops.episodes import Episodes
+from rl.rollout.agent_loops.graph.rollouts import GraphRollouts
 from rl.rollout.agent_loops.interruption import Interruption
 from rl.rollout.sampling import Sampler
 
@@ -40,6 +41,7 @@ class WorkerFeatures:
     # Demonstrations among the samples, except in evaluations; None: the policy draws all
     demonstrations: GroupDemonstrations | None = None
     interruption: Interruption | None = None  # long thinking is interrupted, in evaluations too
+    graph: GraphRollouts | None = None  # samples are plans whose nodes are drawn in parallel, in evaluations too
 
 
 @dataclasses.dataclass(frozen=True)

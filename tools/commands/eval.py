@@ -151,14 +151,16 @@ def evaluate_policy(
     drawn: dict[str, Any] = {"count": drawing.samples, "ks": drawing.ks, "seed": drawing.seed}
     if (interruption := getattr(cfg, "interruption", None)) is not None:
         interruption = interruption.build(tokenizer=experiment.tokenizer)
+    if (graph := getattr(cfg, "graph", None)) is not None:
+        graph = graph.build(tokenizer=experiment.tokenizer, max_new_tokens=cfg.max_new_tokens)
     with Progress(len(problems), title="problems") as shown:
         engine, _ = make_engine(experiment, weights)
         with verifier_cfg.build() as scoring:
             episodes = Episodes.of(tasks_cfg, experiment.tokenizer, drawing.seed)
             roles = (engine, experiment.tokenizer, scoring)
             earlier = {} if near is None else earlier_tokens(near, drawing.seed)
-            extra: dict[str, Any] = {"episodes": episodes, "interruption": interruption, "earlier": earlier}
-            respondent = Respondent(*roles, maker, at_once, **extra)
+            loops: dict[str, Any] = {"episodes": episodes, "interruption": interruption, "graph": graph}
+            respondent = Respondent(*roles, maker, at_once, earlier=earlier, **loops)
             try:
                 return evaluate(opened, problems, tasks, respondent, **drawn, progress=shown.update)
             finally:
@@ -172,7 +174,7 @@ def _record(
     """Return what the answers of a folder depend on: another evaluation is refused there."""
     from axlearn_like.config import to_text
 
-    interruption = getattr(cfg, "interruption", None)
+    loops = {name: getattr(cfg, name, None) for name in ("interruption", "graph")}
     return {
         "policy": "as it begins" if weights is None else f"{weights.path} (version {weights.version})",
         "tasks": to_text(tasks),
@@ -183,7 +185,7 @@ def _record(
         "problems": problems,
         "samples": drawing.samples,
         "seed": drawing.seed,
-        **({} if interruption is None else {"interruption": to_text(interruption)}),
+        **{name: to_text(loop) for name, loop in loops.items() if loop is not None},
     }
 
 

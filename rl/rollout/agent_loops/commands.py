@@ -17,7 +17,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from axlearn_like.input.shuffle import derived_seed
 from rl.protocol.messages import FinishReason, Rollout
+
+_SPAWNED = 1 << 31  # ids of spawned samples begin here: a request's own are small
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +98,11 @@ class Spawn:
     max_new_tokens: int | None = None  # limit of its tokens; None: the request's
     # Policy that draws it, of the request's `policies`, or "base": the model without an adapter. None: this one's own.
     policy: str | None = None
+
+
+def child_sample(parent: int, index: int) -> int:
+    """Return the sample id of the completion that a sample spawns as its number `index`: 2**31 to 2**32 - 1."""
+    return _SPAWNED + derived_seed("spawn", parent, index) % _SPAWNED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

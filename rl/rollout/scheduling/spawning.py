@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from axlearn_like.input.shuffle import derived_seed
 from mesh import UserError, did_you_mean
 from rl.protocol.messages import Rollout
 from rl.protocol.players import BASE
-from rl.rollout.agent_loops.commands import Completion, Join, Spawn
+from rl.rollout.agent_loops.commands import Completion, Join, Spawn, child_sample
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.scheduling.scheduler import Scheduler
@@ -24,7 +23,6 @@ from rl.rollout.sequence import Sequence, SequenceGroup, State
 MAX_DEPTH = 4  # spawned completions above one another
 MAX_CHILDREN = 64  # completions that one may spawn
 MAX_TREE = 256  # completions that a sample may come to spawn with all below it
-_IDS = 1 << 31  # ids of spawned samples begin here: a request's own are small
 
 
 class Spawning:
@@ -67,11 +65,6 @@ class Spawning:
         parent.spawned(child)
         self._scheduler.kv_cache.remember(parent)
         return Sequence(child, sample, tokens.tolist(), command.agent_loop)
-
-
-def child_sample(parent: int, index: int) -> int:
-    """Return the sample id of a sample's child: 2**31 to 2**32 - 1."""
-    return _IDS + derived_seed("spawn", parent, index) % _IDS
 
 
 def _adapter(parent: Sequence, policy: str | None) -> LoadedAdapter | None:

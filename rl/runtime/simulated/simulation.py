@@ -55,7 +55,7 @@ class SimulationPlan:
         cfg.require("workers", cfg.workers >= 1, "1 or more, to simulate")
         cfg.require("policies", not cfg.policies, "{}: one policy, to simulate")
         cfg.require("tasks", not environments_of(cfg.tasks), "tasks without environments, to simulate")
-        for name in ("branching", "demonstrations", "interruption"):
+        for name in ("branching", "demonstrations", "interruption", "graph"):
             cfg.require(name, getattr(cfg, name) is None, "None, to simulate")
         if not 0 < self.hours <= 10_000:
             raise UserError(f"--hours {self.hours:g}: expected more than 0 and at most 10,000")

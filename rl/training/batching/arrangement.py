@@ -11,6 +11,7 @@ from rl.protocol.headers import GroupHeader
 from rl.protocol.messages import Episode
 from rl.training.batching.layout import Layout
 from rl.training.batching.metrics import batch_metrics, token_metrics
+from rl.training.batching.trees import trees_of
 from rl.training.packing import Microbatch
 
 
@@ -114,19 +115,28 @@ def _prepare(
     divergence: np.ndarray | None,
     values: np.ndarray | None,
 ) -> Prepared:
-    """Return what the objective adds, arrays [rollouts, ...] of those present."""
+    """Return what the objective adds, arrays [rollouts, ...] of those present; trees are joined for it."""
     rollouts = [rollout for header in headers for rollout in header.rollouts]
     scores = [score for header in headers for score in header.scores]
-    return objective.prepare(
+    groups, mask, turns = np.nonzero(present)[0], mask[present], [_turns(rollout.episode) for rollout in rollouts]
+    length = mask.shape[1]
+    if (trees := trees_of(headers)) is not None:
+        turns, groups, mask = trees.turns(scores), groups[trees.samples], trees.join(mask)
+        divergence, values = trees.join(divergence), trees.join(values)
+        rollouts, scores = [rollouts[n] for n in trees.samples], [scores[n] for n in trees.samples]
+    prepared = objective.prepare(
         np.asarray([score.reward for score in scores]),
-        mask[present],
-        groups=np.nonzero(present)[0],
+        mask,
+        groups=groups,
         truncated=np.asarray([rollout.finish_reason == "length" for rollout in rollouts]),
         scored=np.asarray([score.status == "ok" for score in scores]),
         demonstrations=np.asarray([rollout.demonstration for rollout in rollouts]),
-        turns=[_turns(rollout.episode) for rollout in rollouts],
+        turns=turns,
         per_token=PerToken(divergence, values),
     )
+    if trees is None:
+        return prepared
+    return prepared._replace(arrays={name: trees.split(array, length) for name, array in prepared.arrays.items()})
 
 
 def _action_mask(headers: Sequence[GroupHeader], present: np.ndarray, max_new_tokens: int) -> np.ndarray:

@@ -19,7 +19,7 @@ def batch_metrics(headers: Sequence[GroupHeader], correct_threshold: float) -> d
 
     `correct_threshold`: reward from which on a rollout is right.
     """
-    given, headers = _demonstrations(headers), [_drawn(header) for header in headers]
+    given, headers = {**_demonstrations(headers), **_nodes(headers)}, [_drawn(header) for header in headers]
     rewards = np.asarray([score.reward for header in headers for score in header.scores])
     lengths = [rollout.length for header in headers for rollout in header.rollouts]
     failures = [score.status != "ok" for header in headers for score in header.scores]
@@ -67,8 +67,8 @@ def token_metrics(
 
 
 def _drawn(header: GroupHeader) -> GroupHeader:
-    """Return the header with the policy's own rollouts alone."""
-    kept = [n for n, rollout in enumerate(header.rollouts) if not rollout.demonstration]
+    """Return the header with the policy's own answers alone."""
+    kept = [n for n, rollout in enumerate(header.rollouts) if rollout.is_sample]
     if len(kept) == len(header.rollouts):
         return header
     rollouts, scores = (tuple(of[n] for n in kept) for of in (header.rollouts, header.scores))
@@ -82,6 +82,17 @@ def _demonstrations(headers: Sequence[GroupHeader]) -> dict[str, float]:
     rewards = [score.reward for score in scores if score.status == "ok"]
     found = {"demonstrations": float(len(scores))} if scores else {}
     return {**found, **({"demonstration_reward": float(np.mean(rewards))} if rewards else {})}
+
+
+def _nodes(headers: Sequence[GroupHeader]) -> dict[str, float]:
+    """Return the number of nodes of plans, their tokens, and their mean reward; nothing without any."""
+    pairs = [pair for header in headers for pair in zip(header.rollouts, header.scores, strict=True)]
+    found = [(rollout, score) for rollout, score in pairs if rollout.node is not None]
+    if not found:
+        return {}
+    rewards = [score.reward for _, score in found if score.status == "ok"]
+    figures = {"nodes": float(len(found)), "node_tokens": float(sum(rollout.length for rollout, _ in found))}
+    return {**figures, **({"node_reward": float(np.mean(rewards))} if rewards else {})}
 
 
 def _lengths(headers: Sequence[GroupHeader], correct_threshold: float) -> dict[str, Any]:

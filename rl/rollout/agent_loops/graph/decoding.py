@@ -28,6 +28,8 @@ class GraphRecord:
     """Record of one sample."""
 
     answers: dict[int, str] = dataclasses.field(default_factory=dict[int, str])  # answers by number of the node
+    nodes: dict[int, PlanNode] = dataclasses.field(default_factory=dict[int, PlanNode])  # in the order of their starts
+    given: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # tokens of each node's own prompt
     drawn: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # tokens drawn for each node
     critical_path: int = 0  # tokens drawn one after the other, plan and answers, where all rows are free
     error: str = ""  # why it has no answers; "" for nothing
@@ -56,8 +58,9 @@ class GraphDecoding(Configurable):
             self.require_least(1, "max_nodes", "max_line_tokens", "max_answer_tokens")
             self.require("max_nodes", self.max_nodes <= 64, "at most 64, the children of a completion")
 
-    def __init__(self, cfg: Config, *, tokenizer: Tokenizer):
-        self._cfg, self._tokenizer = cfg, tokenizer
+    def __init__(self, cfg: Config, *, tokenizer: Tokenizer, room: int | None = None):
+        """`room`: tokens of a node behind the problem's prompt, at most; None: the engine's limits hold."""
+        self._cfg, self._tokenizer, self._room = cfg, tokenizer, room
         self.records: dict[tuple[int, int], GraphRecord] = {}
 
     def __call__(self, completion: Completion) -> Generator[Command, Any, FinishReason | None]:
@@ -68,14 +71,19 @@ class GraphDecoding(Configurable):
             yield from self._begin(completion, plan, begun)
             rollouts = dict(zip(begun, (yield Join(tuple(begun.values()))), strict=True))
             self._record(plan, rollouts, len(completion.output_tokens), record)
-            shown = [max(plan.nodes)] if self._cfg.ends_with == "last" else list(plan.nodes)
-            given = self._encode("".join(f"{record.answers[number]}\n" for number in shown))
+            given = self._encode(f"{self.shown(record)}\n")
             if (yield Observe(given)) < len(given):
                 raise PlanError("the completion has no room for the answers of its nodes")
         except UserError as error:
             record.error = str(error)
         self.records[completion.rollout().prompt_id, completion.sample] = record
         return "stop"
+
+    def shown(self, record: GraphRecord) -> str:
+        """Return the answer that a completion is given; "" if it has none."""
+        if self._cfg.ends_with == "last":
+            return record.answers.get(max(record.answers, default=0), "")
+        return "\n".join(record.answers[number] for number in record.answers)
 
     def _plan(self, completion: Completion, begun: dict[int, Completion]) -> Generator[Command, Any, GraphPlan]:
         plan, limit = GraphPlan(self._cfg.max_nodes), self._cfg.max_line_tokens
@@ -97,9 +105,12 @@ class GraphDecoding(Configurable):
         self, completion: Completion, plan: GraphPlan, begun: dict[int, Completion]
     ) -> Generator[Command, Any, None]:
         for node in plan.ready(set(begun)):
-            text = self._cfg.node.format(number=node.number, text=node.text)
+            text = self._encode(self._cfg.node.format(number=node.number, text=node.text))
+            if self._room is not None and len(text) >= self._room:
+                raise PlanError(f"node {node.number} has {len(text)} tokens; expected less than {self._room}")
+            limit = None if self._room is None else self._room - len(text)
             parents = () if self._cfg.order == "flat" else tuple(begun[number] for number in node.parents)
-            begun[node.number] = yield Spawn([*completion.prompt, *self._encode(text)], self._node(node, parents))
+            begun[node.number] = yield Spawn([*completion.prompt, *text], self._node(node, parents), limit)
             if self._cfg.order == "sequential":
                 yield Join((begun[node.number],))
 
@@ -121,6 +132,8 @@ class GraphDecoding(Configurable):
         ends, before = dict[int, int](), planned
         for number, rollout in rollouts.items():
             node, order = plan.nodes[number], self._cfg.order
+            record.nodes[number] = node
+            record.given[number] = len(self._encode(self._cfg.node.format(number=number, text=node.text)))
             record.answers[number], record.drawn[number] = self._answer(rollout), int(rollout.action_mask.sum())
             start = before if order == "sequential" else node.written if order == "pipelined" else planned
             waits = () if order == "flat" else node.parents

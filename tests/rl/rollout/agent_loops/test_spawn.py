@@ -7,11 +7,21 @@ import numpy as np
 import pytest
 
 from mesh import UserError
-from rl.rollout.agent_loops.commands import AgentLoop, Command, Completion, Fork, Generate, Join, Observe, Spawn
+from rl.rollout.agent_loops.commands import (
+    AgentLoop,
+    Command,
+    Completion,
+    Fork,
+    Generate,
+    Join,
+    Observe,
+    Spawn,
+    child_sample,
+)
 from rl.rollout.agent_loops.commands import single_turn as once
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import RequestOutput
-from rl.rollout.scheduling.spawning import MAX_CHILDREN, MAX_DEPTH, MAX_TREE, child_sample
+from rl.rollout.scheduling.spawning import MAX_CHILDREN, MAX_DEPTH, MAX_TREE
 from tests.rl.rollout.agent_loops.loops import WHOLE, run
 from tests.rl.rollout.small import MAX_NEW, MAX_PROMPT, assert_same, drain, make_engine, params, request, scores
 

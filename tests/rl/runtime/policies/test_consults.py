@@ -16,9 +16,9 @@ from rl.environments.roles import check_alone
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
 from rl.protocol.messages import Episode, Group, Lease, Prompt, Rollout, Score, Turn
+from rl.rollout.agent_loops.commands import child_sample
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
-from rl.rollout.scheduling.spawning import child_sample
 from rl.runtime.policies.adapters import adapter_limits, adapter_source
 from rl.runtime.policies.configs import check_policies
 from rl.tasks.encoding import encode_prompt
