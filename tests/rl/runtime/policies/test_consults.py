@@ -23,7 +23,7 @@ from rl.runtime.policies.adapters import adapter_limits, adapter_source
 from rl.runtime.policies.configs import check_policies
 from rl.tasks.encoding import encode_prompt
 from tests.rl.runtime.policies.role_games import Duel, duel, points
-from tests.rl.runtime.policies.test_roles import Fleet, by_hand, fleet, run
+from tests.rl.runtime.policies.test_roles import by_hand, run
 from tests.rl.runtime.ray.experiments import metrics, parameters
 from tests.rl.tiny import tiny_experiment
 
@@ -35,13 +35,13 @@ class Talk(Environment):
 
     class Config(Environment.Config):
         other: str = "base"
-        share: float = 1.0  # pay for the other's points: 1 where both win together, -1 where one does
+        weight: float = 1.0  # pay for the other's points: 1 where both win together, -1 where one does
         max_turn_tokens: int | None = TOKENS
         pure: bool = True
 
     def __init__(self, cfg: Config, *, shared: Any = None):
         super().__init__(cfg, shared=shared)
-        self._other, self._share, self._turn = cfg.other, cfg.share, 0
+        self._other, self._weight, self._turn = cfg.other, cfg.weight, 0
 
     @override
     def reset(self, row: Any) -> str:
@@ -54,12 +54,12 @@ class Talk(Environment):
 
     @override
     def hear(self, answer: str) -> tuple[str, float, bool]:
-        return f"<{answer}>", self._share * points(answer), self._turn == TURNS
+        return f"<{answer}>", self._weight * points(answer), self._turn == TURNS
 
 
-def talk(other: str, share: float = 1.0, policies: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Any:
+def talk(other: str, weight: float = 1.0, policies: dict[str, dict[str, Any]] | None = None, **changes: Any) -> Any:
     cfg = duel({"a": {}} if policies is None else policies)
-    game, tasks = Talk.Config(other=other, share=share, consults=(other,)), _tasks(cfg)
+    game, tasks = Talk.Config(other=other, weight=weight, consults=(other,)), _tasks(cfg)
     for family in tasks.families:
         family.environment = game
     return cfg.set(max_new_tokens=40, **changes)
@@ -101,7 +101,7 @@ class ByHand:
                 asked = dataclasses.replace(prompt, tokens=encode_prompt(f"{turn + 1}?", tokenizer))
                 child = self._draw(asked, _empty(asked, child_sample(sample, turn)), other, TOKENS)
                 answer = answer_text(tokenizer, child.tokens.tolist())
-                turns[-1] = dataclasses.replace(turns[-1], reward=paid + self._game.share * points(answer))
+                turns[-1] = dataclasses.replace(turns[-1], reward=paid + self._game.weight * points(answer))
                 if turn < TURNS - 1:
                     whole = _given(whole, tokenizer.encode(f"<{answer}>"), lease.version)
             found.append(dataclasses.replace(whole, episode=Episode(tuple(turns)), finish_reason="stop"))
@@ -130,38 +130,6 @@ def _given(rollout: Rollout, tokens: Any, version: int) -> Rollout:
     return dataclasses.replace(rollout, finish_reason="abort", **whole)
 
 
-def test_a_worker_draws_what_frozen_policies_say_and_trains_on_none_of_it(tmp_path: Path) -> None:
-    with fleet(tmp_path, talk("a@-1", -1.0)) as one:
-        worker, leases = one.worker("w"), dict[int, Lease]()
-        submitted: dict[int, tuple[Group, ...]] = {}
-        _record(one, leases, submitted)
-        while len(submitted) < 2:
-            worker.run_once(timeout=20.0)
-        hand = ByHand(one.experiment, one.weights, one.roles._base_params)
-        for number, found in submitted.items():
-            assert [(seat.role, seat.learns) for seat in leases[number].seats] == [("", True), ("a@-1", False)]
-            for mine, other in zip(found, hand.groups(leases[number]), strict=True):
-                assert [score.reward for score in mine.scores] == pytest.approx([s.reward for s in other.scores])
-                for a, b in zip(mine.rollouts, other.rollouts, strict=True):
-                    assert a.tokens.tobytes() == b.tokens.tobytes() and a.logprobs.tobytes() == b.logprobs.tobytes()
-                    assert a.action_mask.tolist() == b.action_mask.tolist() and not a.action_mask.all()
-
-
-def _record(one: Fleet, leases: dict[int, Lease], submitted: dict[int, tuple[Group, ...]]) -> None:
-    """Keep what a fleet's controllers grant, and what they are given."""
-    grant, submit = one.controllers.lease, one.controllers.submit
-
-    def granted(worker: str, timeout: float = 0.0) -> Lease | None:
-        lease = grant(worker, timeout)
-        return None if lease is None else leases.setdefault(lease.id, lease)
-
-    def given(lease: int, groups: tuple[Group, ...]) -> bool:
-        submitted[lease] = groups
-        return submit(lease, groups)
-
-    one.controllers.lease, one.controllers.submit = granted, given
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("other", ["a@-1", "a@1", "base"])
 def test_a_run_is_that_of_episodes_drawn_by_hand(other: str, tmp_path: Path) -> None:
@@ -173,12 +141,13 @@ def test_a_run_is_that_of_episodes_drawn_by_hand(other: str, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("other", "share"), [("a@0", -1.0), ("base", 1.0)])
-def test_the_side_that_learns_improves_against_and_with_a_frozen_one(other: str, share: float, tmp_path: Path) -> None:
-    assert run(tmp_path, talk(other, share, num_steps=24)) is not None
+@pytest.mark.parametrize(("other", "weight"), [("a@0", -1.0), ("base", 1.0)])
+def test_the_side_that_learns_improves_against_and_with_a_frozen_one(other: str, weight: float, tmp_path: Path) -> None:
+    cfg = talk(other, weight, {"a": {"learner.schedule.lr": 0.05}}, num_steps=60)
+    assert run(tmp_path, cfg) is not None
     rewards = [row["reward"] for row in metrics(tmp_path / "policies" / "a")]
-    first, last = np.mean(rewards[:4]), np.mean(rewards[-4:])
-    assert last - first > 0.3, rewards
+    first, last = np.mean(rewards[:10]), np.mean(rewards[-10:])
+    assert last - first > 0.3, [round(reward, 2) for reward in rewards]
 
 
 REFUSED: list[tuple[RLExperiment.Config, str]] = [

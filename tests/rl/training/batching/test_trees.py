@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rl.audit.rollout_ledger import pack, unpack
 from rl.objective import GroupAdvantage, NodeAdvantage, Objective, SequenceMean, SequenceSum, TokenMean
 from rl.protocol.headers import header_of
 from rl.protocol.messages import Group, Score, TreeNode
@@ -116,3 +117,12 @@ def test_metrics_are_of_samples_and_nodes_have_their_own() -> None:
     nodes = {name: figures.pop(name) for name in ("nodes", "node_tokens", "node_reward")}
     assert nodes == {"nodes": 5.0, "node_tokens": 20.0, "node_reward": 0.5} and figures == batch_metrics(expected, 1.0)
     assert [one.drawn_rewards() for one in groups] == REWARDS
+
+
+def test_a_ledger_names_samples_alone() -> None:
+    groups = trees()
+    alone = [
+        dataclasses.replace(one, rollouts=one.rollouts[: len(own)], scores=one.scores[: len(own)])
+        for one, own in zip(groups, REWARDS, strict=True)
+    ]
+    assert unpack(pack(groups)) == unpack(pack(alone)) and len(unpack(pack(groups))) == 5
