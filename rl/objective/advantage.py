@@ -70,7 +70,7 @@ class Advantage(Configurable):
     min_group_size: int = 2
     group_relative: bool = True
     by_turn: bool = False  # tokens of a rollout may have different advantages: see `of_tokens`
-    by_node: bool = False  # its turns are a sample and the nodes of its plan
+    by_node: bool = False  # turns of a rollout are a sample and the nodes of its plan
     needs_lengths: bool = False  # True if `of_rollouts` reads lengths
     needs_values: bool = False  # True if a critic's values are read
     learns_values: bool = False  # True if the policy's update trains a critic too

@@ -28,7 +28,9 @@ class GraphRecord:
     """Record of one sample."""
 
     answers: dict[int, str] = dataclasses.field(default_factory=dict[int, str])  # answers by number of the node
-    nodes: dict[int, PlanNode] = dataclasses.field(default_factory=dict[int, PlanNode])  # in the order of their starts
+    nodes: dict[int, PlanNode] = dataclasses.field(
+        default_factory=dict[int, PlanNode]
+    )  # nodes in the order of their starts
     given: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # tokens of each node's own prompt
     drawn: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # tokens drawn for each node
     critical_path: int = 0  # tokens drawn one after the other, plan and answers, where all rows are free

@@ -162,7 +162,7 @@ REFUSED: list[tuple[RLExperiment.Config, str]] = [
 @pytest.mark.parametrize(("cfg", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_policies_that_cannot_be_consulted_are_refused(cfg: RLExperiment.Config, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        cfg.check("inprocess")
+        check_policies(cfg, "inprocess")
 
 
 def test_whole_models_and_single_policies_cannot_consult() -> None:

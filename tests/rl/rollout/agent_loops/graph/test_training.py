@@ -27,7 +27,7 @@ def ascii_of(text: str, answers: Mapping[int, str], answer: str) -> float:
 
 
 class GivenPlans(GraphRollouts):
-    """Plans that are given: a policy of random weights writes none."""
+    """Rollouts of given plans: a policy of random weights writes none."""
 
     class Config(GraphRollouts.Config):
         pass
