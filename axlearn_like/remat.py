@@ -23,8 +23,9 @@ NAMES: dict[str, str] = {
     "value": "kv_heads x head_dim",
     "context": "heads x head_dim; the output of the attention kernel",
     "attention_out": "dim; the output of the attention layer",
-    "gate": "hidden; before its activation",
-    "up": "hidden",
+    "routing": "3 x top_k integers; experts of a token, and the places of its rows among those of all",
+    "gate": "hidden, in each expert of a token; before its activation",
+    "up": "hidden, alike",
     "feed_forward_out": "dim; the output of the feed-forward network",
 }
 

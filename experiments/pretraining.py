@@ -6,7 +6,7 @@ Documents in, AdamW with warm-up and cosine, activations in bfloat16. None of th
 from typing import NamedTuple
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.config import ConfigBase, replace
+from axlearn_like.config import replace
 from axlearn_like.input import ArrayRecord, SupervisedInput, TokenIds, json_record
 from axlearn_like.layers.decoder import Decoder
 from axlearn_like.layers.moe.layer import MoE
@@ -31,7 +31,7 @@ class Documents(NamedTuple):
     seed: int  # seed of parameters and data order
 
 
-def pretraining(model: ConfigBase, documents: Documents, *fits: Fit, steps: int, peak_lr: float) -> Trainer.Config:
+def pretraining(model: Decoder.Config, documents: Documents, *fits: Fit, steps: int, peak_lr: float) -> Trainer.Config:
     """A trainer of next tokens on packed documents.
 
     Args:
@@ -61,7 +61,7 @@ def pretraining(model: ConfigBase, documents: Documents, *fits: Fit, steps: int,
         ),
         loss=SupervisedLoss.Config(chunks=8, z_loss=1e-4),
         checkpoint=Checkpointer.Config(save_every=1000),
-        mesh_rules=pretraining_rules(rows, *fits),
+        mesh_rules=pretraining_rules(rows, *fits, model=model, length=length),
         num_steps=steps,
         seed=seed,
     )
@@ -161,14 +161,17 @@ def _with_padding(model: Decoder.Config) -> Decoder.Config:
 def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e and others of their memory.
 
-    Compiled for 64 v6e chips: a peak of 20.5 GB a chip, of 33.5; estimated at 12.0 s, 2.0 of it communication that
+    Compiled for 64 v5p chips: a peak of 83 GB a chip, of 102.8; estimated at 8.8 s, 0.1 of it communication that
     overlaps nothing (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
         _with_padding(moe("Qwen3-30B-A3B")),
         Documents(rows, length, data, seed),
-        Fit((V5P, TPU7X), 16, "everything", rows=2, axes={"expert": 8}),
-        Fit((V6E,), 64, "everything", rows=4),  # gathers experts: less than sending four rows to them
+        # Without an axis `expert` devices gather experts: less than sending so many rows to them.
+        Fit((V5P,), 16, None, rows=4, largest=32),
+        Fit((V5P,), 64, None, rows=8),
+        Fit((TPU7X,), 16, "everything", rows=2, axes={"expert": 8}),
+        Fit((V6E,), 64, "everything", rows=4),
         Fit((V4,), 64, "everything", axes={"expert": 8}),
         Fit((H100,), 16, "everything", axes={"expert": 8}),
         Fit((H200,), 8, "everything", axes={"expert": 8}),

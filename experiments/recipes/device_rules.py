@@ -13,7 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from axlearn_like.config import MeshRules
+from axlearn_like.layers.decoder import Decoder
 from axlearn_like.remat import Remat
+from experiments.recipes.kept import remat_by_memory
+from experiments.recipes.sizes import TrainingWay, model_sizes
+from mesh.generations import GENERATIONS
 
 # Names of devices without their number, as `mesh.device_name` has them; tpu7x counts chiplets, two to a chip.
 V4, V5E, V5P, V6E, TPU7X = "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e", "tpu7x"
@@ -62,7 +66,7 @@ class Fit:
 
     kinds: tuple[str, ...]  # kinds of the devices; all TPUs, or none
     smallest: int  # devices of the smallest slice that has room for it: compiled for TPUs, computed for GPUs
-    remat: str | Remat  # arrays that the backward pass finds stored
+    remat: str | Remat | None  # arrays that the backward pass finds stored; None: those that the memory has room for
     rows: int = 1  # rows of a device at a time; where devices share rows, of each group of them
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])  # sizes of axes beside data and fsdp
     largest: int | None = None  # devices of the largest slice; None: what is sold
@@ -82,6 +86,14 @@ class Fit:
         """Return over how many devices, or groups of them, the rows of a batch are sharded."""
         return devices // math.prod(size for axis, size in self.axes.items() if axis != "expert")
 
+    def remat_of(self, model: Decoder.Config, devices: int, length: int, rows: int, accumulated: bool) -> Remat:
+        """Return what so many devices have room to store of `rows` rows of a device at a time."""
+        axes, tokens = math.prod(self.axes.values()), rows * length
+        shards, shared = axes * min(LARGE_FSDP, devices // axes), self.axes.get("tensor", 1)
+        way = TrainingWay("sft", "full", shards, shared, 1, tokens, tokens, keeps=False, accumulated=accumulated)
+        memory = min(_memory(kind) for kind in self.kinds)
+        return remat_by_memory(model_sizes(model), way, length, memory)
+
     def by_compiler(self) -> list["Fit"]:
         """Return it for kinds whose collectives the SparseCores run, and for the others."""
         kinds = (tuple(one for one in self.kinds if (one in _OFFLOADED) == offloaded) for offloaded in (True, False))
@@ -93,6 +105,14 @@ class Fit:
         return {f"{prefix}compiler_options": options} if options else {}
 
 
+def _memory(kind: str) -> float:
+    """Return the bytes of a TPU of a kind, as it is sold."""
+    generation = GENERATIONS.get(kind.removeprefix("tpu-"))
+    if generation is None:
+        raise ValueError(f"Fit: no figures of what {kind} has room to store; expected a remat of its own")
+    return generation.per_device(generation.hbm)
+
+
 def compiler_options(kind: str) -> dict[str, str]:
     """Return the compiler's options of a train step on devices of a kind."""
     if not kind.startswith("tpu"):
@@ -100,15 +120,22 @@ def compiler_options(kind: str) -> dict[str, str]:
     return TPU_OPTIONS | (OFFLOAD_OPTIONS if kind in _OFFLOADED else {})
 
 
-def pretraining_rules(rows: int, *fits: Fit) -> MeshRules:
-    """Return the rules of a supervised experiment whose batches have so many rows, one at a time on a CPU."""
+def pretraining_rules(rows: int, *fits: Fit, model: Decoder.Config | None = None, length: int = 0) -> MeshRules:
+    """Return the rules of a supervised experiment whose batches have so many rows, one at a time on a CPU.
+
+    `model`, `length`: what is trained, and the tokens of a row, for fits that store what the memory has room for.
+    """
 
     def edits(fit: Fit, devices: int) -> Edits | None:
         shards = fit.batch_shards(devices)
         if rows % shards:
             return None
         microbatches = max(1, rows // (shards * fit.rows))
-        mesh = {"mesh": fit.mesh(devices), "microbatches": microbatches, "model.remat": fit.remat}
+        remat = fit.remat
+        if remat is None:
+            assert model is not None, "a fit without remat takes a model"
+            remat = fit.remat_of(model, devices, length, rows // (shards * microbatches), microbatches > 1)
+        mesh = {"mesh": fit.mesh(devices), "microbatches": microbatches, "model.remat": remat}
         return mesh | fit.compiler_options()
 
     on_cpu = {"mesh": {"fsdp": -1}, "microbatches": max(1, rows // _CPU_DEVICES), "model.remat": "everything"}

@@ -1,7 +1,7 @@
 """Sizes of a model by arithmetic, and the bytes of a device that training and rollouts of it take.
 
 Shares of temporary arrays follow from the plans of the TPU compiler for 34 train steps (docs/reference/mesh-rules.md):
-sums of what is counted here are 0.97 to 1.3 times their peaks (tests/experiments/recipes/test_sizes.py).
+sums of what is counted here are 0.97 to 1.32 times their peaks (tests/experiments/recipes/test_sizes.py).
 """
 
 import dataclasses
@@ -120,6 +120,7 @@ class TrainingWay:
     keeps: bool  # results of attention are kept for the backward pass (remat "context"), not recomputed
     accumulated: bool  # gradients of several microbatches are summed
     copies: int = 0  # policies held beside the trained one, such as a reference
+    others: int = 0  # numbers of a token and layer that are kept besides
 
     @property
     def sharing(self) -> int:
@@ -137,7 +138,7 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     lora = way.method in ADAPTED
     trained = sizes.adapters if lora else sizes.parameters
     layer = (sizes.parameters - sizes.vocabulary) / sizes.layers
-    kept = way.tokens * sizes.dim + (way.attended * sizes.context if way.keeps else 0)
+    kept = way.tokens * (sizes.dim + way.others) + (way.attended * sizes.context if way.keeps else 0)
     temporary = (_BLOCK * _block(sizes, way.tokens) + _logits(sizes, way.job, way.tokens)) / way.sharing
     temporary += (sizes.unit - 1) * _block(sizes, way.tokens) / way.sharing
     if way.shards > 1:

@@ -1,5 +1,6 @@
 """Results stored for the backward pass are those of the mapping, and the values do not depend on it."""
 
+import math
 from typing import Any
 
 import jax
@@ -11,8 +12,13 @@ from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams, attend
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.splash import Splash
+from axlearn_like.layers.attention.grouped_query import Attention
 from axlearn_like.layers.base import bind
 from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.layers.decoder import Block
+from axlearn_like.layers.moe.experts import Experts
+from axlearn_like.layers.moe.layer import MoE
+from axlearn_like.layers.moe.router import SoftmaxRouter
 from axlearn_like.remat import NAMES, PRESETS, checkpoint, checkpoint_name, find_remat
 from mesh import UserError
 from tests.axlearn_like.layers.small import initialise, small_decoder
@@ -109,3 +115,20 @@ def test_unknown_names_are_refused_when_the_model_is_built():
         small_decoder(remat={"context": "keep"})
     with pytest.raises(UserError, match=r"remat\['context'\] is 'keep'; expected 'save' or 'offload'"):
         find_remat({"context": "keep"})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("names, more", [(("gate", "up"), 2), (("routing",), 3)])
+def test_arrays_of_a_mixture_are_stored_by_name(names, more):
+    """Experts' units are those of all rows; the choice is stored once for tokens and twice for the order of rows."""
+    mixture = MoE.Config(num_experts=4, router=SoftmaxRouter.Config(top_k=2), experts=Experts.Config(hidden=20))
+    block, rows = Block.Config(attention=Attention.Config(num_heads=4), feed_forward=mixture), 2 * ROWS * LENGTH
+
+    def of_rows(remat) -> int:
+        graphdef, params = initialise(small_decoder(remat=remat, block=block))
+        tokens = jnp.zeros((ROWS, LENGTH), jnp.int32)
+        context = PackedContext(jnp.tile(jnp.arange(LENGTH), (ROWS, 1)), jnp.ones_like(tokens))
+        pull = jax.eval_shape(lambda p: jax.vjp(lambda p: jnp.sum(bind(graphdef, p)(tokens, context)), p)[1], params)
+        shapes = [leaf.shape for leaf in jax.tree.leaves(pull)]
+        return sum(shape[0] == 3 and math.prod(shape[1:]) in (20 * rows, rows) for shape in shapes if len(shape) > 1)
+
+    assert of_rows(dict.fromkeys(names, "save")) == of_rows("everything") + more

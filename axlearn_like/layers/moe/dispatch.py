@@ -4,12 +4,14 @@ Each has a gradient that is a permutation too. That of a plain gather would be a
 row, and which adds in no defined order.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from axlearn_like.kernels.deterministic import no_fuse
+from axlearn_like.remat import checkpoint_name
 
 
 class Order(NamedTuple):
@@ -21,9 +23,10 @@ class Order(NamedTuple):
 
 def order_by(keys: jax.Array) -> Order:
     """Return the stable order of int32 keys [rows]."""
-    source = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    source = checkpoint_name(jnp.argsort(keys, stable=True).astype(jnp.int32), "routing")
     places = jnp.arange(len(keys), dtype=jnp.int32)
-    return Order(source, jnp.zeros_like(places).at[source].set(places, unique_indices=True))
+    target = jnp.zeros_like(places).at[source].set(places, unique_indices=True)
+    return Order(source, checkpoint_name(target, "routing"))
 
 
 def counts(keys: jax.Array, values: int) -> jax.Array:
@@ -53,23 +56,28 @@ def repeat_sorted(x: jax.Array, order: Order) -> jax.Array:
     return x[order.source // (len(order.source) // len(x))]
 
 
-def combine(y: jax.Array, order: Order, weights: jax.Array) -> jax.Array:
+def combine(y: jax.Array, order: Order, weights: jax.Array, rows: jax.Array | None = None) -> jax.Array:
     """Return the weighted sum of each token's expert outputs.
 
     Args:
         y: [tokens * top_k, dim], sorted.
+        order: the order of its rows.
         weights: [tokens, top_k] float32.
+        rows: int32 [], rows of y that count, the others are taken for zeros; None: all.
 
     Returns:
         [tokens, dim] of the type of y. Summed in float32, one expert after the other: the same to the bit in any batch.
     """
     tokens, top_k = weights.shape
-    each = unpermute(y, by_choice(order, tokens)).reshape(top_k, tokens, -1)
-    products = no_fuse(each.astype(jnp.float32) * weights.T[..., None])
-    total = products[0]
-    for k in range(1, top_k):
-        total = total + products[k]
-    return total.astype(y.dtype)
+    chosen = by_choice(order, tokens)
+    each, places = unpermute(y, chosen).reshape(top_k, tokens, -1), chosen.target.reshape(top_k, tokens, 1)
+
+    def product(k: int) -> jax.Array:
+        """Return a token's k-th product. By itself: one of all would be written, in float32, and read again."""
+        live = each[k] if rows is None else jnp.where(places[k] < rows, each[k], 0)
+        return no_fuse(live.astype(jnp.float32) * weights[:, k, None])
+
+    return functools.reduce(jnp.add, map(product, range(top_k))).astype(y.dtype)
 
 
 def _repeat_sorted_backward(kept: tuple[Order, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:

@@ -19,11 +19,13 @@ from axlearn_like.kernels.exact.scope import exact_kernels, refuse_exact
 from axlearn_like.kernels.grouped_matmul import grouped_product, product_in_stack
 from axlearn_like.layers.base import Layer, fan_in_init, param
 from axlearn_like.layers.moe import all_to_all
-from axlearn_like.layers.moe.dispatch import combine, counts, order_by, repeat_sorted
+from axlearn_like.layers.moe.dispatch import Order, combine, counts, order_by, repeat_sorted
 from axlearn_like.layers.moe.replicas import Placement, current_placement, rows_by_slot, to_slots
 from axlearn_like.layers.moe.rounds import in_rounds
+from axlearn_like.layers.moe.weighted_sum import weighted_results
 from axlearn_like.layers.moe.weights import ExpertWeights, each_weight, gathered_weight, partitions_in_stack
 from axlearn_like.layers.wrappers.matrix_forms import StackEntry
+from axlearn_like.remat import checkpoint_name
 from mesh.cost.expected import filled
 from mesh.errors import UserError
 from mesh.rules import axis_sizes, manual_axis_sizes, partition
@@ -93,12 +95,19 @@ class Experts(Layer):
         # Tokens may be sharded by length, but not over `tensor`, which shards the experts' width here.
         by_rows, by_tokens = partition("batch", None, None), partition("batch", "length", None)
         rows = by_tokens if by_tokens is not None and was[1] == by_tokens[1] else by_rows
-        placement = current_placement() if axis_sizes("experts").get("expert", 1) > 1 else None
+        placement = self._placement() if axis_sizes("experts").get("expert", 1) > 1 else None
         table = None if placement is None else PartitionSpec()
         specs = (rows, rows, rows, partitions_in_stack(weights, self._partitions()), table)
         run = jax.shard_map(self._on_device, in_specs=specs, out_specs=(rows, PartitionSpec()), axis_names=set(axes))
         y_btd, rounds = run(*jax.sharding.reshard((x_btd, experts_btk, weights_btk, weights, placement), specs))
         return jax.sharding.reshard(y_btd, was), rounds
+
+    def _placement(self) -> Placement | None:
+        return current_placement()
+
+    def _brought(self, shards: ExpertWeights, placement: Placement) -> ExpertWeights:
+        """Return the weights of this device's slots."""
+        return each_weight(lambda shard: to_slots(shard, placement.experts, "expert"), shards)
 
     def _weights(self) -> ExpertWeights:
         return ExpertWeights(self.gate_edf[...], self.up_edf[...], self.down_efd[...])
@@ -118,7 +127,7 @@ class Experts(Layer):
         """Return the result for one device's tokens, with its shard of the weights."""
         axes = {"gate": 1, "up": 1, "down": 2}
         if placement is not None:
-            shards = each_weight(lambda shard: to_slots(shard, placement.experts, "expert"), shards)
+            shards = self._brought(shards, placement)
         matrices = shards._replace(
             **{name: gathered_weight(getattr(shards, name), axis) for name, axis in axes.items()}
         )
@@ -150,8 +159,9 @@ class Experts(Layer):
         devices = _expert_axis_size()
         rounds = jnp.ones(())
         if devices == 1:
-            y = self._network(rows, sizes, matrices)
-        elif shared:
+            y = self._summed(rows, sizes, matrices, order, weights.reshape(-1, top_k))
+            return y.reshape(batch, length, dim), rounds
+        if shared:
             y = self._own_experts(rows, sizes, matrices, devices)
         else:
             y, rounds = self._sent_to_experts(rows, sizes, matrices, placement, top_k)
@@ -160,9 +170,9 @@ class Experts(Layer):
 
     def _own_experts(self, rows: jax.Array, sizes: jax.Array, matrices: ExpertWeights, devices: int) -> jax.Array:
         """Return `_network` for the rows of this device's experts, and zeros for all others."""
-        mine = self._num_experts // devices
+        mine = len(sizes) // devices
         first = jax.lax.axis_index("expert") * mine
-        before = jnp.sum(jnp.where(jnp.arange(self._num_experts) < first, sizes, 0))
+        before = jnp.sum(jnp.where(jnp.arange(len(sizes)) < first, sizes, 0))
         own = jax.lax.dynamic_slice_in_dim(sizes, first, mine)
         return jnp.roll(self._network(jnp.roll(rows, -before, axis=0), own, matrices), before, axis=0)
 
@@ -194,13 +204,26 @@ class Experts(Layer):
         wanted = -int(-self._capacity_factor * rows // 1)
         return min(most, -(-wanted // _ROWS) * _ROWS)
 
+    def _summed(
+        self, rows: jax.Array, sizes: jax.Array, matrices: ExpertWeights, order: Order, weights: jax.Array
+    ) -> jax.Array:
+        """Return the weighted sum of each token's experts, all of which are on this device, for sorted rows."""
+        if matrices.down_bias is not None or isinstance(matrices.down, StackEntry):  # an engine's: without a gradient
+            return combine(self._network(rows, sizes, matrices), order, weights)
+        return weighted_results(self._units(rows, sizes, matrices), matrices.down, sizes, order, weights)
+
     def _network(self, x: jax.Array, sizes: jax.Array, matrices: ExpertWeights) -> jax.Array:
         """Return the output of each expert for its rows, sorted by expert; rows beyond the sizes become zeros."""
+        y = _multiply(self._units(x, sizes, matrices), matrices.down, sizes)
+        return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], y, 0)
+
+    def _units(self, x: jax.Array, sizes: jax.Array, matrices: ExpertWeights) -> jax.Array:
+        """Return the hidden units of each expert for its rows; rows beyond the sizes become zeros."""
         live = (jnp.arange(len(x)) < jnp.sum(sizes))[:, None]
-        gate, up = _multiply(x, matrices.gate, sizes), _multiply(x, matrices.up, sizes)
+        gate = checkpoint_name(_multiply(x, matrices.gate, sizes), "gate")
+        up = checkpoint_name(_multiply(x, matrices.up, sizes), "up")
         # A product is undefined for rows without a group, and those must not reach a gradient either.
-        hidden = no_fuse(jnp.where(live, self._hidden(gate, up), 0))
-        return jnp.where(live, _multiply(hidden, matrices.down, sizes), 0)
+        return no_fuse(jnp.where(live, self._hidden(gate, up), 0))
 
     def _hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         return jax.nn.silu(gate) * up
@@ -254,8 +277,8 @@ class BiasedExperts(Experts):
             return jnp.dot(expert, of_expert, precision=jax.lax.Precision.HIGHEST)
 
         live = place < ends[-1]
-        gate = _multiply(x, matrices.gate, sizes) + bias(matrices.gate_bias)
-        up = _multiply(x, matrices.up, sizes) + bias(matrices.up_bias)
+        gate = checkpoint_name(_multiply(x, matrices.gate, sizes) + bias(matrices.gate_bias), "gate")
+        up = checkpoint_name(_multiply(x, matrices.up, sizes) + bias(matrices.up_bias), "up")
         hidden = no_fuse(jnp.where(live, clamped_swiglu(gate, up, self._limit, self._alpha), 0))
         # The width is sharded, and results are summed over its devices: one of them adds the bias.
         return jnp.where(live, _multiply(hidden, matrices.down, sizes) + bias(matrices.down_bias) * _first(), 0)

@@ -23,6 +23,7 @@ from axlearn_like.layers.moe.load_balance import (
     z_loss,
 )
 from axlearn_like.layers.moe.routing import live_tokens
+from axlearn_like.remat import checkpoint_name
 
 
 class Routed(NamedTuple):
@@ -170,7 +171,7 @@ def _logits(x_btd: jax.Array, weight_de: jax.Array) -> jax.Array:
 
 def _top(scores: jax.Array, top_k: int) -> jax.Array:
     """Return the experts with the highest scores, int32; of equals, the first."""
-    return jax.lax.top_k(jax.lax.stop_gradient(scores), top_k)[1]
+    return checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(scores), top_k)[1], "routing")
 
 
 def _replayed(chosen: jax.Array, routing: Any) -> jax.Array:
