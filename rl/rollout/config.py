@@ -10,6 +10,7 @@ from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.protocol.experiment import ExperimentFields
 from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
+from rl.rollout.model_runner.expert_slots import ExpertSlots
 from rl.rollout.sampling import RecordedSampler, Sampler
 from rl.rollout.speculation.speculator import Speculation
 
@@ -56,6 +57,8 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
     decode_from: Literal["pages", "windows"] | None = None
     # Storage of weights as fewer bits, or as factors; None: unchanged, in the type of the model's activations.
     weights: StoredWeights.Config | FactorisedWeights.Config | None = None
+    # Replicas of popular experts, chosen again with each version (docs/concepts/expert-replicas.md); None: no replicas.
+    replicas: ExpertSlots.Config | None = None
     kv_cache_dtype: Literal["int8"] | None = None  # dtype of pages (contexts/int8_cache.py); None: the activations'
     # Host memory and disk for pages that the device has no room for (docs/how-to/kv-tiers.md); None: they are dropped.
     tiers: HostTiers.Config | None = None

@@ -88,6 +88,8 @@ class RolloutEngine(Configurable):
             raise UserError("an engine of several processes has no adapters; expected one process")
         if cfg.tiers is not None and remote_runners is not None:
             raise UserError("RolloutEngine.tiers: an engine of several processes has none; expected one process")
+        if cfg.replicas is not None and remote_runners is not None:
+            raise UserError("RolloutEngine.replicas: an engine of several processes has none; expected one process")
         self.cfg, self._has_text = cfg, decode is not None
         self.paused = False
         self.runner = ModelRunner(cfg, adapters=adapters)

@@ -42,6 +42,9 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
     if numerics_of(cfg.model) == "exact":
         _check_numerics(cfg, "tpu" if kernel else platform, adapters=adapters)
     cfg.require("weights", not adapters or cfg.weights is None, "None with adapters, which are added to float matrices")
+    if cfg.replicas is not None:
+        plain = cfg.weights is None and not adapters and numerics_of(cfg.model) != "exact"
+        cfg.require("replicas", plain, "None with weights in another form, with adapters, and with exact numerics")
     # Adapters differ by row, and are gathered for all rows of a dispatch, not for those of one window.
     if (kernel or adapters) and model.window_shape != model.cache_shape:
         what = "the kernel for TPUs" if kernel else "an engine with adapters"

@@ -34,6 +34,7 @@ class _Held(NamedTuple):
 
 _DRAFTS = ("drafted_tokens", "accepted_tokens", "coupled_drafted_tokens", "coupled_accepted_tokens")
 _COUNTS = (*_DRAFTS, "tier_seconds_saved")
+_BALANCE = ("busiest_to_mean", "busiest_to_mean_without")  # devices with experts, under this version so far
 
 
 class RolloutWorker:
@@ -117,6 +118,8 @@ class RolloutWorker:
             self._draw(work)
             span |= work.collect()
             span |= {name: count - counts.get(name, 0) for name, count in self._counts().items()}
+            stats = self._engine.stats()
+            span |= {name: stats[name] for name in _BALANCE if name in stats}
         if self._stop():
             if pages is not None:
                 pages.leave(self.name, lease, work.rollouts)

@@ -33,6 +33,7 @@ class ModelRunner:
     Attributes:
         params: weights in place; None: there are none yet, or the engine sleeps.
         bank: bank of LoRA adapters, if they are served.
+        expert_slots: replicas of experts; None: there are none.
         kernel: kernel of attention, on TPUs; None: XLA.
         redraws: a chunk of tokens over drafts has the sums of single ones, or as near as the platform has them.
         kernel_choice: block sizes of the kernel and what its self-test has found, as fields of an event.
@@ -55,8 +56,9 @@ class ModelRunner:
         self.kernel_choice: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
             form: dict[str, Any] = {"stacked": kernel, "stored": cfg.weights, "longest": cfg.longest}
+            form["replicas"] = cfg.replicas
             self._weights = WeightLayout(cfg.model, self.mesh, **form)
-            model = self._weights.held
+            model, self.expert_slots = self._weights.held, self._weights.slots
             check_policy(cfg, model, platform, adapters=adapters is not None)
             recorded = recorded_candidates(cfg.sampler) is not None
             self.redraws = not recorded and (platform != "cpu" or why_inexact(model) is None)
@@ -146,6 +148,8 @@ class ModelRunner:
         """Switch to placed weights, and take the memory of the pages if it was given back."""
         self.wake()
         self.params = params
+        if self.expert_slots is not None:
+            self.expert_slots.installed(params)
 
     def _with_adapters(self, params: Any) -> Any:
         return params if self.bank is None else (params, self.bank.arrays)

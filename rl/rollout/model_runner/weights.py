@@ -29,6 +29,7 @@ from axlearn_like.layers.wrappers.low_rank.factorised import (
 from axlearn_like.layers.wrappers.quantised import StoredWeights, stored_config, stored_params
 from mesh import UserError, to_named_sharding
 from rl.rollout.config import EngineConfig
+from rl.rollout.model_runner.expert_slots import ExpertSlots
 
 Stored = StoredWeights.Config | FactorisedWeights.Config | None
 
@@ -50,14 +51,27 @@ class WeightLayout:
     (`FactorisedWeights`); what layers compute with unrounded (`Layer.unrounded`: norms, routers, a head of float32
     factors) keeps the trainer's type. Wrapped layers (LoRA) are unwrapped once for each version. Kernels take the
     layers as a stack; XLA takes them one by one.
+
+    Attributes:
+        slots: replicas of experts; None: each is on its device alone.
     """
 
-    def __init__(self, model: ConfigBase, mesh: Mesh, *, stacked: bool, stored: Stored = None, longest: int = 0):
+    def __init__(
+        self,
+        model: ConfigBase,
+        mesh: Mesh,
+        *,
+        stacked: bool,
+        stored: Stored = None,
+        replicas: ExpertSlots.Config | None = None,
+        longest: int = 0,
+    ):
         """Describe the layout.
 
         Args:
             stacked: layers are a stack, for kernels.
             stored: the form in which blocks hold their matrices.
+            replicas: room for replicas of experts; None: there are none.
             longest: tokens of a row of calibration that are used.
         """
         self._mesh, self._stacked = mesh, stacked
@@ -81,6 +95,13 @@ class WeightLayout:
             self.graphdef, placed = split(model_held)
             self._placed = to_named_sharding(placed, mesh)
             self._unrounded_here = frozenset(model_held.unrounded_paths())
+            self._computed, self.slots = self._placed, None
+            if replicas is not None:
+                self.slots = replicas.build(layout=self.held.routing_layout, mesh=mesh)
+                in_slots = build_abstract(self.slots.held(held), None if stacked else _unstacked)
+                self.graphdef, computed = split(in_slots)
+                self._computed = to_named_sharding(computed, mesh)
+                self._unrounded_here |= frozenset(in_slots.unrounded_paths())
 
     @property
     def like(self) -> Params:
@@ -100,7 +121,7 @@ class WeightLayout:
     @property
     def described(self) -> Params:
         """Shapes, types and shardings of the stored arrays."""
-        return jax.tree_util.tree_map_with_path(self._stored, self._placed)
+        return jax.tree_util.tree_map_with_path(self._stored, self._computed)
 
     def place(self, params: Params) -> Params:
         """Return the trainer's parameters in this layout (UserError: an array is missing, or has another shape)."""
@@ -112,9 +133,10 @@ class WeightLayout:
                 params = self._convert(jax.tree.map(lambda leaf, like: place(leaf, like, like), params, self._arriving))
             if not self._stacked:
                 params = self.model.unstack_params(params)
-            return jax.tree_util.tree_map_with_path(
+            placed = jax.tree_util.tree_map_with_path(
                 lambda path, leaf, like: place(leaf, like, self._stored(path, like)), params, self._placed
             )
+            return placed if self.slots is None else self.slots.spread(placed)
 
     def _check(self, params: Params) -> None:
         wanted = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(self._arriving)}

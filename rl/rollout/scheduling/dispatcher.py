@@ -58,6 +58,7 @@ class Dispatcher:
         self._keys = dict.fromkeys(counted, 0)
         self._seconds = dict.fromkeys(("host", "device"), 0.0)
         self._block_ends = executor.runner.cache.block_ends
+        self._expert_slots = executor.runner.expert_slots
         self.moves = PageMoves(executor, scheduler.kv_cache)  # pages on their way between device and host
 
     def stats(self) -> dict[str, float]:
@@ -66,7 +67,8 @@ class Dispatcher:
         drafts = {} if self._speculation is None else self._speculation.stats()
         coupled = self._earlier.counts if any(self._earlier.counts.values()) else {}
         watched = self._lifecycle.watching.stats()
-        return {**self._counts, **self._keys, **drafts, **coupled, **watched, **seconds}
+        experts = {} if self._expert_slots is None else self._expert_slots.figures()
+        return {**self._counts, **self._keys, **drafts, **coupled, **watched, **experts, **seconds}
 
     def iterate(self, *, paused: bool) -> list[RequestOutput]:
         """Prefill and draw, unless `paused`; returns what has finished, which is handed out while the device works."""
@@ -198,7 +200,15 @@ class Dispatcher:
         if routing is None:
             return {}
         found = np.asarray(jax.device_get(routing))  # ends the overlap of this dispatch with the host
-        return {one: found[:, row, :count].swapaxes(0, 1) for row, (one, count) in enumerate(work)}
+        chunks = {one: found[:, row, :count].swapaxes(0, 1) for row, (one, count) in enumerate(work)}
+        self._count_experts(*chunks.values())
+        return chunks
+
+    def _count_experts(self, *routing: np.ndarray) -> None:
+        """Count the experts of tokens, for replicas of the popular ones."""
+        if self._expert_slots is not None:
+            for chunk in routing:
+                self._expert_slots.count(chunk)
 
     def _record(self, drawing: Drawing, out: dict[str, Any]) -> None:
         """Give the sequences the tokens that a dispatch has drawn; `out`: its arrays on the host."""
@@ -237,6 +247,7 @@ class Dispatcher:
         """Append the tokens of a row; returns True if a stop string or the grammar ends them."""
         tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
         routing = out["routing"][:count, :, index] if "routing" in out else None
+        self._count_experts(*() if routing is None else (routing,))
         kept = out["kept"][:count, index] if "kept" in out else None
         scored = "scores" in out and sequence.group.request.scores is not None
         scores = TokenScores.of(out["scores"], slice(count), index) if scored else None

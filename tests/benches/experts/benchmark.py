@@ -15,10 +15,10 @@ from axlearn_like.layers.moe.placement import make_plan
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.sections import run_sections
 
-SECTIONS = {"plans": 5.0, "training": 90.0, "elastic": 660.0}
+SECTIONS = {"plans": 5.0, "engine": 60.0, "training": 90.0, "elastic": 660.0}
 _EXPONENT = 1.2  # exponent of Zipf's law
 _FIGURES = ("busiest_to_mean", "plan_s", "identical", "zebra_ratio", "asymmetric_ratio")
-_FIGURES += ("samples_vs_restart", "samples_vs_uniform")
+_FIGURES += ("samples_vs_restart", "samples_vs_uniform", "engine_busiest_to_mean", "engine_identical")
 _NOT_MEASURED = {
     "samples_vs_uniform": "members of an elastic trainer hold all experts: there is no placement over members",
     "zebra_ratio": "no trainer computes attention and experts on two groups of devices",
@@ -49,14 +49,24 @@ def _plans(quick: bool) -> dict[str, Any]:
     }
 
 
+def _engine(quick: bool) -> dict[str, Any]:
+    """Return figures of an engine with replicas, on four devices of a CPU."""
+    return _elsewhere("engine", "engines", 4, "4" if quick else "32")
+
+
 def _training(quick: bool) -> dict[str, Any]:
     """Return how far the losses of a trainer with replicas are from those without, on eight devices of a CPU."""
-    environ = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.benches.experts.curves", "4" if quick else "24"]
+    return _elsewhere("training", "curves", 8, "4" if quick else "24")
+
+
+def _elsewhere(section: str, module: str, devices: int, argument: str) -> dict[str, Any]:
+    """Return the figures that a module prints, run with so many devices; or why it could not."""
+    environ = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", f"tests.benches.experts.{module}", argument]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:]
-        return {"identical": None, "not_measured_training": " ".join(reason)}
+        return {f"not_measured_{section}": " ".join(reason)}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -70,6 +80,7 @@ def _elastic(quick: bool) -> dict[str, Any]:
 # A section returns its figures; the argument asks for tiny jobs, which show that all runs.
 _MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {
     "plans": _plans,
+    "engine": _engine,
     "training": _training,
     "elastic": _elastic,
 }

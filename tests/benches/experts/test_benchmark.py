@@ -31,6 +31,13 @@ def test_an_elastic_trainer_loses_no_step_and_no_bit_where_a_restart_does():
 
 
 @pytest.mark.full
+def test_an_engine_with_replicas_has_the_bits_of_one_without():
+    code, result = run("--sections", "engine")
+    assert code == 0 and result["engine_identical"] is True
+    assert 1 <= result["engine_busiest_to_mean"] < result["engine_busiest_to_mean_without"]
+
+
+@pytest.mark.full
 def test_training_is_measured():
     code, result = run("--sections", "training")
     assert code == 0 and result["identical"] is True and result["loss_difference"] < 1e-4
