@@ -60,14 +60,13 @@ def command(
     warn_of_idle_accelerator()
     run, start, found = begin("train", run, start)
     named: Any = run.experiment if found is None else found.config
-    chosen = choose(named, run.sets, run.seed, run.applied)
+    chosen = choose(named, run.sets, run.seed, run.applied if members is None else (*run.applied, as_elastic))
     cfg: Any = chosen.on()
     check_command(cfg, "train", run.experiment or "")
     # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
     steps = cfg.num_steps
     where = default_run_dir(run.experiment or "", run.run_dir)
     if members is not None and not is_member():
-        cfg = as_elastic(cfg)
         cfg.check()
         row = supervise(cfg, run, where, members, processes)
         click.echo(outcome(row, steps, bucket_url(where) or where))
@@ -79,11 +78,7 @@ def command(
     if found is not None:
         show(found, cfg, start)
     enable_compilation_cache()
-    row = (
-        (cfg if members is None else as_elastic(cfg))
-        .build()
-        .run(where, progress=not run.quiet, began=process_began(), force=run.force)
-    )
+    row = cfg.build().run(where, progress=not run.quiet, began=process_began(), force=run.force)
     if process or is_member():
         return  # another process reports for all
     click.echo(outcome(row, steps, bucket_url(where) or where))
@@ -91,11 +86,12 @@ def command(
         export(start, found, where)
 
 
-def as_elastic(cfg: Any) -> Any:
-    """Return a trainer's config with the defaults of `elastic`, if it has no others."""
+def as_elastic(cfg: Any) -> None:
+    """Give a trainer's config the defaults of `elastic`, if it has no others, so that --set may change them."""
     from axlearn_like.elastic.elastic import Elastic
 
-    return cfg if cfg.elastic is not None else cfg.clone(elastic=Elastic.Config())
+    if getattr(cfg, "elastic", cfg) is None:
+        cfg.elastic = Elastic.Config()
 
 
 def supervise(cfg: Any, run: RunOptions, where: Path, members: int, processes: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def test_processes_that_cannot_meet_are_refused(arguments, message, capsys, tmp_
     ("arguments", "message"),
     [
         (["--set", "input.batch_size=24"], "parts: expected a divisor of input.batch_size, 24, got 16"),
+        (["--set", "input.batch_size=16", "--set", "elastic.parts=5"], "parts: expected a divisor of input.batch_size"),
         (["--set", "input.batch_size=16", "--set", "microbatches=2"], "microbatches: expected 1 with elastic"),
         (["--set", "input.batch_size=16", "--members", "17"], "parts: expected 17 or more: each of 17 members"),
         (
