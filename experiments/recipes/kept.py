@@ -19,7 +19,7 @@ STORED = 0.9
 
 class _Array(NamedTuple):
     name: str
-    numbers: int  # of a token and layer
+    numbers: int  # numbers of a token and layer
     work: float  # FLOPs of a token and layer that recomputing takes, at the peak
 
 

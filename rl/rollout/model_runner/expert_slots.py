@@ -82,7 +82,7 @@ class ExpertSlots(Configurable):
         self._drawn += np.bincount(places.reshape(-1), minlength=layers * experts).reshape(layers, experts)
 
     def installed(self, params: Params) -> None:
-        """Take the plan of weights that are in place from now on, and begin to count anew."""
+        """Take the plan of weights that are in place from now on, and begin to count from 0."""
         owners = [(_at(params, owner.keys), owner) for owner in self._owners(params)]
         tables = np.zeros((2, len(self._drawn), self.slots), np.int32)
         for held, owner in owners:

@@ -1,4 +1,4 @@
-"""What the backward pass finds stored, by the memory that is left."""
+"""Arrays that the backward pass finds stored, by the memory that is left."""
 
 import dataclasses
 
