@@ -25,7 +25,7 @@ def batch_metrics(headers: Sequence[GroupHeader], correct_threshold: float) -> d
     failures = [score.status != "ok" for header in headers for score in header.scores]
     metrics: dict[str, Any] = {
         "completion_length": np.mean(lengths),
-        "gen_tokens": np.sum(lengths),
+        "gen_tokens": np.sum(lengths) + given.get("node_tokens", 0.0),
         "verifier_failures": np.sum(failures),
         **_lengths(headers, correct_threshold),
         **_rewards(headers, rewards, ~np.asarray(failures)),

@@ -19,6 +19,7 @@ from rl.protocol.messages import Episode, Group, Lease, Prompt, Rollout, Score, 
 from rl.rollout.agent_loops.commands import child_sample
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request, StopConditions
+from rl.rollout.sampling import Sampler
 from rl.runtime.policies.adapters import adapter_limits, adapter_source
 from rl.runtime.policies.configs import check_policies
 from rl.tasks.encoding import encode_prompt
@@ -143,10 +144,11 @@ def test_a_run_is_that_of_episodes_drawn_by_hand(other: str, tmp_path: Path) -> 
 @pytest.mark.full
 @pytest.mark.parametrize(("other", "weight"), [("a@0", -1.0), ("base", 1.0)])
 def test_the_side_that_learns_improves_against_and_with_a_frozen_one(other: str, weight: float, tmp_path: Path) -> None:
-    cfg = talk(other, weight, {"a": {"learner.schedule.lr": 0.05}}, num_steps=60)
+    sharp = Sampler.Config(temperature=0.25)  # else the frozen head leaves all tokens nearly alike
+    cfg = talk(other, weight, {"a": {"learner.schedule.lr": 0.03}}, num_steps=48, sampler=sharp)
     assert run(tmp_path, cfg) is not None
     rewards = [row["reward"] for row in metrics(tmp_path / "policies" / "a")]
-    first, last = np.mean(rewards[:10]), np.mean(rewards[-10:])
+    first, last = np.mean(rewards[:8]), np.mean(rewards[-8:])
     assert last - first > 0.3, [round(reward, 2) for reward in rewards]
 
 

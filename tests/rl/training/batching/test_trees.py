@@ -115,7 +115,13 @@ def test_metrics_are_of_samples_and_nodes_have_their_own() -> None:
     found, expected = ([header_of(one) for one in side] for side in (groups, alone))
     figures = batch_metrics(found, 1.0)
     nodes = {name: figures.pop(name) for name in ("nodes", "node_tokens", "node_reward")}
-    assert nodes == {"nodes": 5.0, "node_tokens": 20.0, "node_reward": 0.5} and figures == batch_metrics(expected, 1.0)
+    assert (
+        nodes == {"nodes": 5.0, "node_tokens": 20.0, "node_reward": 0.5}
+        and figures.pop("gen_tokens") == 20 + 2 + 3 + 4 + 2 + 3
+    )
+    alone_figures = batch_metrics(expected, 1.0)
+    del alone_figures["gen_tokens"]
+    assert figures == alone_figures
     assert [one.drawn_rewards() for one in groups] == REWARDS
 
 
