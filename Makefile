@@ -27,7 +27,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test test-full test-isa coverage lint types docs format clean
+.PHONY: help install demo test test-slow test-full test-isa coverage lint types docs format clean
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' Makefile | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ demo: $(VENV)/.installed ## the main job: SFT, RL with a killed worker, report (
 
 test: $(VENV)/.installed-dev ## the tests, side by side; with ARGS="-k name" those alone, in one process
 	@$(BIN)/python -m pytest $(or $(ARGS),$(PARALLEL))
+
+test-slow: $(VENV)/.installed-dev ## the slow tests that CI runs too, some 20 minutes
+	@$(BIN)/python -m pytest -m "slow and not full" $(or $(ARGS),$(PARALLEL))
 
 test-full: $(VENV)/.installed-dev ## all tests, slow ones included
 	@$(BIN)/python -m pytest --full $(ARGS)

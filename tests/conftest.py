@@ -1,4 +1,4 @@
-"""Setup of all tests: CPU only, a compilation cache that outlives the run, the marker `full`.
+"""Setup of all tests: CPU only, a compilation cache that outlives the run, the markers `slow` and `full`.
 
 This file imports neither jax nor a package of the project: the environment must be set before the
 first import of jax.
@@ -52,7 +52,7 @@ settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run the slow tests (marker `full`) too")
+    parser.addoption("--full", action="store_true", help="run the tests marked `slow` and `full` too")
     parser.addoption("--every-file", action="store_true", help="import files too that lack the words of -k")
 
 
@@ -75,13 +75,17 @@ LONG = (
 )
 
 
+# Markers of tests that a plain run skips, and what runs them.
+LEFT_OUT = {"full": "very slow: make test-full", "slow": "slow: make test-slow, or pytest -m slow"}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip slow tests unless --full or a marker expression asks for them; put the others into an order for `-n`."""
     if not config.getoption("--full") and not config.getoption("markexpr"):
-        skip = pytest.mark.skip(reason="slow: runs with --full (make test-full)")
         for item in items:
-            if item.get_closest_marker("full") is not None:  # `item.keywords` has the names of folders too
-                item.add_marker(skip)
+            for name, reason in LEFT_OUT.items():
+                if item.get_closest_marker(name) is not None:  # `item.keywords` has the names of folders too
+                    item.add_marker(pytest.mark.skip(reason=reason))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG)))
 

@@ -18,11 +18,13 @@ def quick(attacks: tuple[Attack, ...]) -> list[Attack]:
     return [attack for attack in attacks if attack.quick]
 
 
+@pytest.mark.slow
 def test_no_file_of_a_stranger_moves_a_command(tmp_path: Path) -> None:
     rows = try_all(quick(files.ATTACKS), files.Folder(tmp_path))
     assert got_through(rows) == {} and len(rows) >= 3
 
 
+@pytest.mark.slow
 def test_no_request_of_a_stranger_stops_the_server() -> None:
     with server.place() as running:
         rows = try_all(quick(server.ATTACKS), running)

@@ -52,6 +52,7 @@ def assert_left_in_order(run: WatchedRun, target: str) -> None:
         assert after[0] == before[-1] + 1, "it saved: no update was repeated"
 
 
+@pytest.mark.slow
 def test_every_role_is_killed_and_some_are_stopped_while_connections_break_and_clocks_disagree(tmp_path) -> None:
     """Some are asked to leave, as by a preemption; and nothing listens beyond the loopback interface."""
     with WatchedRun(tmp_path / "run", "tests.chaos.experiments:skewed") as run:

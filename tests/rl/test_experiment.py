@@ -96,6 +96,7 @@ def test_leases_of_a_controllers_next_incarnation_are_others(tmp_path: Path):
 # ---- version 0
 
 
+@pytest.mark.slow
 def test_the_first_version_is_the_same_for_trainer_server_and_workers(tmp_path: Path):
     cfg = tiny_experiment()
     experiment = cfg.build()
@@ -127,6 +128,7 @@ def test_after_a_warm_start_the_first_version_is_its_result(tmp_path: Path):
         assert (trainer.step, int(trainer.state["step"])) == (0, 0)
 
 
+@pytest.mark.slow
 def test_rl_starts_from_the_parameters_of_a_supervised_run(tmp_path: Path):
     supervised: Trainer.Config = tiny_trainer(2)
     base = tiny_experiment()
@@ -148,6 +150,7 @@ def test_rl_starts_from_the_parameters_of_a_supervised_run(tmp_path: Path):
 # ---- what cannot work
 
 
+@pytest.mark.slow
 def test_a_start_that_cannot_be_is_refused_and_nothing_is_written(tmp_path: Path):
     def refused(path: Path) -> str:
         cfg = tiny_experiment(start_from=StartFrom.Config(path=str(path)))

@@ -128,6 +128,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: pytes
     assert contents(tmp_path) == {str(tmp_path / "file"): b"mine"}
 
 
+@pytest.mark.slow
 def test_the_run_directory_of_another_config_is_refused_and_kept(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +211,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("train", "demo_sft"), ("rl", "demo")])
 def test_a_plugin_of_jax_that_cannot_be_used_is_one_message(command: tuple[str, ...], tmp_path: Path) -> None:
     """The plugin raises while jax asks it, as that for GPUs does without their driver."""

@@ -66,6 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEAVES)
 def test_help_ends_in_two_examples_that_parse(name: str) -> None:
     lines = examples(name)
@@ -93,6 +94,7 @@ def test_the_table_has_commands_alone() -> None:
     assert set(RUN) <= {line for name in LEAVES for line in examples(name)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", RUN)
 def test_an_example_runs(line: str) -> None:
     assert main(shlex.split(line)[1:]) == 0

@@ -71,6 +71,7 @@ def test_an_experiment_of_any_kind_is_asked():
         check_command(Doubling.Config(), "train", "double")
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_registered_experiments():
     devices = jax.devices()[:1]
     supervised: Any = registry.get("demo_sft")

@@ -94,6 +94,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_A_RUN)
 def test_a_refused_command_changes_nothing(
     name: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -141,6 +141,7 @@ def tree(*folders: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files if "__pycache__" not in path.parts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in FULL)])
 def test_the_same_words_again_change_nothing(
     name: str,

@@ -80,6 +80,7 @@ def test_parameters_alone_from_a_run_a_folder_or_a_step(tmp_path):
         restore_params(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [pytest.param("truncate", marks=pytest.mark.full), "flip", "remove"])
 def test_a_damaged_checkpoint_is_named_with_the_nearest_good_one(tmp_path, harm):
     checkpointer = save_steps(tmp_path, [2, 4, 6])
@@ -212,6 +213,7 @@ print("resharded")
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_to_another_mesh(tmp_path):
     """Eight devices: fsdp 4 x tensor 2 -> data 2 x fsdp 2 x tensor 2; also accumulation on a mesh."""
     done = subprocess.run(
@@ -266,6 +268,7 @@ def test_files_that_may_not_be_read_are_not_called_damaged(item):
     assert "damaged" not in message and "elete" not in message
 
 
+@pytest.mark.slow
 def test_a_save_leaves_no_list_of_tensorstores_figures(tmp_path):
     """TensorStore would keep some 14 for each save: the trainer of a long run grew by 0.6 MiB a minute."""
 

@@ -35,6 +35,7 @@ def start(path):
     return StartFrom.Config(path=str(path)).build()
 
 
+@pytest.mark.slow
 def test_parameters_are_those_that_were_saved(saved, params):
     found = start(saved / "whole").params(abstract(params))
     assert jax.tree.structure(found) == jax.tree.structure(params)

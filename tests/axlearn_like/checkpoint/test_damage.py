@@ -52,6 +52,7 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_objects")
 def test_no_error_of_reading_leads_to_advice_to_throw_a_good_checkpoint_away(
     saved: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +120,7 @@ def test_bytes_that_are_not_what_was_written_are_damage(tmp_path: Path, harm: st
         reader.verify_latest(tmp_path)
 
 
+@pytest.mark.slow
 def test_checksums_of_host_and_device_agree():
     numbers = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16", "int8", "uint8", "bool", "int32", "float16", "uint32"):

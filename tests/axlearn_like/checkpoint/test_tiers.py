@@ -30,6 +30,7 @@ def save(one, steps, values=None):
         one.save(step, make_state(step), {"n": step}, None if values is None else {"eval_loss": values[step]})
 
 
+@pytest.mark.slow
 def test_the_best_are_kept_besides_the_newest(tmp_path):
     run = tmp_path / "run"
     one = tiers(run, best={"keep": 2})
@@ -55,6 +56,7 @@ def test_the_best_are_kept_besides_the_newest(tmp_path):
     assert events(run, "best") == [1, 2, 3, 4, 8]
 
 
+@pytest.mark.slow
 def test_checkpoints_whose_metric_comes_later_are_held_for_it(tmp_path):
     run = tmp_path / "run"
     one = tiers(run, best={"keep": 1})

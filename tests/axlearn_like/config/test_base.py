@@ -344,6 +344,7 @@ def test_function_configs_nest_and_take_variadic_arguments():
     assert built == ("chain", (made, 2), {"last": made})
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_function_config_of_a_third_party_function():
     optax = pytest.importorskip("optax")

@@ -123,6 +123,7 @@ def watched(script: str, *arguments: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [400, pytest.param(1, marks=[pytest.mark.full, pytest.mark.timeout(1500)])])
 def test_all_that_is_declared_is_harmless_with_all_that_is_declared(part: int):
     """Make every `part`th call with a reference as an argument, and all those with our own functions."""
@@ -160,6 +161,7 @@ print(json.dumps({"modules": len(names), "found": found}))
 """
 
 
+@pytest.mark.slow
 def test_to_import_a_module_of_ours_does_nothing():
     found = watched(IMPORTS, ",".join(OWN))
     assert found["modules"] > 400

@@ -208,6 +208,7 @@ models = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(models)
 def test_round_trip(cfg: Model.Config):

@@ -108,6 +108,7 @@ def state(_: Path) -> str:
     return os.environ["XDG_STATE_HOME"]
 
 
+@pytest.mark.slow
 def test_another_process_reads_it_if_the_user_has_named_the_file(tmp_path: Path, checkout: Path):
     place = tmp_path / "own_code_b.py"
     place.write_text(MINE)

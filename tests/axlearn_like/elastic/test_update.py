@@ -31,6 +31,7 @@ def rows_of(folder: Path, *, experts: bool, **changes: Any) -> list[dict[str, An
     return read_rows(folder / "metrics.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_parts_give_the_curve_of_whole_batches(tmp_path: Path, experts: bool):
     expected = rows_of(tmp_path / "whole", experts=experts)

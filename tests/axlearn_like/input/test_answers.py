@@ -32,6 +32,7 @@ def whole(kind: str, before: str, text: str) -> list[int] | None:
     return None if any(start < border < end for start, end in found.offsets) else found.ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "template"), PAIRS)
 @settings(max_examples=12)
 @given(question=TEXTS, answer=TEXTS)

@@ -142,6 +142,7 @@ def test_what_is_damaged_is_made_again(tmp_path, capsys, what, how):
         assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_made_again(tmp_path):
     source(tmp_path)
     (tmp_path / "log").touch()

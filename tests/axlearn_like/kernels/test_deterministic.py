@@ -11,6 +11,7 @@ from axlearn_like.kernels.deterministic import each, exponentials, key_exponenti
 WIDEST = 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [6, pytest.param(48, marks=pytest.mark.full)])
 def test_a_softmax_over_keys_is_the_same_in_any_window(rows: int):
     """One block or some, with keys behind that have no weight."""
@@ -27,6 +28,7 @@ def test_a_softmax_over_keys_is_the_same_in_any_window(rows: int):
             np.testing.assert_array_equal(peak, expected_peak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, pytest.param(4, marks=pytest.mark.full), 8])
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_exponentials_of_short_rows_are_the_same_in_any_batch(name: str, width: int):

@@ -20,6 +20,7 @@ def product_and_gradients(x: jax.Array, w: jax.Array, sizes: jax.Array, dy: jax.
     return y, *pull(dy)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("sizes", [(70, 0, 3, 64, 13), (0, 0, 150, 0, 0), (1, 1, 1, 1, 1), (0, 0, 0, 0, 0)])
 def test_every_row_is_multiplied_with_its_groups_matrix(sizes):
@@ -36,6 +37,7 @@ def test_every_row_is_multiplied_with_its_groups_matrix(sizes):
     np.testing.assert_allclose(dw, expected_dw, atol=6e-5)
 
 
+@pytest.mark.slow
 def test_a_row_is_the_same_to_the_bit_alone_and_among_others():
     w = numbers(GROUPS, IN, OUT, seed=1)
     x = numbers(ROWS, IN)
@@ -46,6 +48,7 @@ def test_a_row_is_the_same_to_the_bit_alone_and_among_others():
         np.testing.assert_array_equal(alone[0], among[row])
 
 
+@pytest.mark.slow
 def test_no_more_than_one_block_for_each_group_is_not_full():
     sizes = np.array([70, 0, 3, 64, 13], np.int32)
     blocks = in_blocks(jnp.asarray(sizes), ROWS, 64)

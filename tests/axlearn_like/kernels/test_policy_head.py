@@ -44,6 +44,7 @@ def assert_close(found: Any, right: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules", [pytest.param(RULES, id="cap"), pytest.param(HeadRules(tile=384), id="one tile", marks=pytest.mark.full)]
 )
@@ -55,6 +56,7 @@ def test_by_xla_against_float64(rules: HeadRules):
     assert_close(jax.jit(lambda x, w: with_gradients(compute, mixed, x, w))(x, weight), expected(rules, kl=True))
 
 
+@pytest.mark.slow
 def test_over_the_candidates_that_a_sampler_left():
     """The candidates may be one word, words far apart, or the last word; words outside have no gradient."""
     x, weight, targets, reference, mixed = inputs()
@@ -77,6 +79,7 @@ def test_over_the_candidates_that_a_sampler_left():
     assert np.any(unkept) and not np.any(np.asarray(found[1][1])[:, unkept])
 
 
+@pytest.mark.slow
 def test_a_token_has_the_same_bits_in_any_batch():
     x, weight, targets, reference, _ = inputs()
     x, weight = np.tile(x, (4, 1)), np.ascontiguousarray(weight)

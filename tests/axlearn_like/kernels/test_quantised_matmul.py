@@ -36,6 +36,7 @@ def reference(x: np.ndarray, axes: tuple[int, ...], numbers: Numbers, group: int
     return steps * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("numbers", "group"), [("int8", None), ("int4", None), ("int4", 4), ("fp8", None)])
 def test_rounding_is_to_the_nearest_of_each_channel_or_group(numbers: Numbers, group: int | None):
     weight = np.random.default_rng(0).normal(size=(16, 6)).astype(np.float32)
@@ -48,6 +49,7 @@ def test_rounding_is_to_the_nearest_of_each_channel_or_group(numbers: Numbers, g
     np.testing.assert_allclose(grad, np.cos(rounded), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbers", ["int8", "fp8"])
 def test_a_product_and_its_gradients_are_those_of_the_rounded_arrays_in_float64(numbers: Numbers):
     rng = np.random.default_rng(1)

@@ -45,6 +45,7 @@ def test_cascade_attention_with_simulated_memories():
         jax.block_until_ready(cascade_attention(*arguments(), tiles, rules=ScoreRules()))
 
 
+@pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="XLA for CPUs has no products of int4 that are summed in int32 (jax 0.12.0.1)")
 def test_int4_products():
     x, w = jnp.ones((5, 80)), jnp.ones((80, 24))

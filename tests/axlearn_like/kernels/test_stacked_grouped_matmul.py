@@ -26,6 +26,7 @@ def product(x: jax.Array, stack: Any, layer: jax.Array, sizes: jax.Array) -> jax
     return stacked_product(x, stack, layer, sizes, interpret=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "dtype"), [((128, 24), jnp.float32), ((24, 128), jnp.bfloat16)])
 def test_a_layer_has_the_bits_of_its_own_stack_and_the_values_of_float64(shape: tuple[int, int], dtype: Any):
     assert is_turned(*shape) is (shape == (128, 24))  # held transposed by TPUs, or not
@@ -41,6 +42,7 @@ def test_a_layer_has_the_bits_of_its_own_stack_and_the_values_of_float64(shape: 
         np.testing.assert_allclose(found, right, atol=1e-4 if dtype == jnp.float32 else 0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(128, 24), (24, 128)])
 def test_numbers_of_int8_are_multiplied_by_the_scales_of_their_columns(shape: tuple[int, int]):
     stack = numbers(LAYERS, GROUPS, *shape, seed=1) * jnp.arange(1, 1 + shape[1])  # columns with scales of their own

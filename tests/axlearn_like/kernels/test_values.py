@@ -109,6 +109,7 @@ CASES: dict[str, Callable[[], Pairs]] = {
 QUICK = ("page writer: heads of 80, a page larger than the chunk", "fp8 product")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in CASES]
 )

@@ -81,6 +81,7 @@ def greedy() -> Any:
     return examples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_greedy_exact_match_is_the_share_of_answers_that_decoding_repeats(chunks: int):
     graphdef, params = initialise(small_decoder())
@@ -100,6 +101,7 @@ def test_a_mixture_has_no_end():
         next(data.build().one_epoch())
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_it_is_the_mean_of_the_loss_and_repeats():
     graphdef, params = initialise(small_decoder())
@@ -117,6 +119,7 @@ def test_it_is_the_mean_of_the_loss_and_repeats():
     assert evaluator.run(params, step=7) == first
 
 
+@pytest.mark.slow
 def test_the_trainer_writes_it(tmp_path):
     evaluator = LossEvaluator.Config(input=counting(), batches=1, every=2)
     tiny_trainer(4, evaluators=(evaluator,)).build().run(tmp_path / "run", progress=False)

@@ -111,6 +111,7 @@ def test_bradley_terry_is_its_formula_in_float64_for_any_packing():
     np.testing.assert_allclose(metrics["margin"], np.mean(difference), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_classes_and_values_are_their_formulas_in_float64():
     batch = batch_of(Labels.Config(), rows=2)
     labels, weights, positions = (jnp.asarray(batch[name]) for name in ("targets", "weights", "positions"))
@@ -136,6 +137,7 @@ def test_classes_and_values_are_their_formulas_in_float64():
     assert np.isnan(wrong), "class 2 of a logistic head"
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_whole_model_adds_up_over_microbatches():
     batch = {name: jnp.asarray(array) for name, array in batch_of(Pairs.Config()).items()}
     graphdef, params = initialise(small_decoder(num_layers=1, head=ScoreHead.Config()))

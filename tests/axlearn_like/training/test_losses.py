@@ -30,6 +30,7 @@ def test_token_logprobs_are_log_softmax_in_float32():
     assert low.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_token_logprobs_survive_large_logits():
     logits = jnp.asarray([[[1e4, 0.0, -1e4]]])
     value, gradient = jax.value_and_grad(lambda x: token_logprobs(x, jnp.asarray([[0]])).sum())(logits)
@@ -37,6 +38,7 @@ def test_token_logprobs_survive_large_logits():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_a_hit_is_the_first_of_the_largest_logits():
     rng = np.random.default_rng(0)
     logits = rng.integers(0, 3, (4, 9, 5)).astype(np.float32)  # many equals
@@ -48,6 +50,7 @@ def test_a_hit_is_the_first_of_the_largest_logits():
     assert not token_hits(broken, jnp.asarray(targets))[0].any()
 
 
+@pytest.mark.slow
 def test_supervised_loss_counts_only_weighted_targets():
     logits = jnp.zeros((1, 4, 8)).at[0, :, 3].set(9.0)
     batch = {
@@ -86,6 +89,7 @@ def test_chunks_of_the_head_change_nothing():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), chunked_gradients, gradients)
 
 
+@pytest.mark.slow
 def test_the_z_loss_is_the_squared_logsumexp_and_has_a_gradient():
     (plain, _), without = tiny_loss()
     (total, metrics), with_it = tiny_loss(z_loss=0.1)

@@ -44,6 +44,7 @@ def fresh(seed: int = 0):
 STEPS = {count: make_train_step(linear_loss, learner(), count) for count in (1, 2, 3, 4, 6, 12)}
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @settings(max_examples=25, deadline=None)
 @given(
@@ -97,6 +98,7 @@ def test_a_batch_that_does_not_divide_is_refused():
         make_train_step(linear_loss, learner(), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_it_runs_under_a_mesh():
     batch = make_batch(4, np.ones((4, 2)))
@@ -106,6 +108,7 @@ def test_it_runs_under_a_mesh():
     np.testing.assert_allclose(state["params"]["w"], expected["params"]["w"], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_no_gradient_is_summed_of_frozen_parameters_which_stay_as_they_are():
     """The same goes for what jax cannot differentiate, such as int8 numbers."""
     groups = (ParameterGroup.Config(match="base", frozen=True),)
@@ -151,6 +154,7 @@ def test_frozen_parameters_stay_in_the_same_memory_and_are_not_donated(accumulat
     assert len(jax.tree.leaves(program.out_info[0]["params"])) == 1, "the program returns no frozen parameter"
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_updates_call_by_call_in_one_loop_have_the_bits_of_each_alone_and_are_those_of_the_step(accumulated: bool):

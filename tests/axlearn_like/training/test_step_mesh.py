@@ -64,6 +64,7 @@ def assert_same_step(found: dict[str, np.ndarray], expected: dict[str, np.ndarra
         np.testing.assert_allclose(found[new][sure], expected[new][sure], rtol=1e-6, atol=1e-6, err_msg=new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "none"])
 def test_loss_and_gradients_are_those_without_a_mesh(results, mesh):
     assert len(part(results["none"], "gradient.")) == 14
@@ -94,18 +95,21 @@ def test_no_axis_and_no_pair_of_axes_is_left_out():
     assert [pair for pair in together if not any(pair <= shape for shape in shapes)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "none"])
 def test_parameters_are_born_the_same_everywhere(results, mesh):
     for name, value in part(results["none"], "born.").items():
         np.testing.assert_allclose(results[mesh][name], value, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", SHARDED)
 def test_parameters_lie_in_parts(results, mesh):
     shape = MESHES[mesh].mesh or {}
     assert results[mesh]["shards"] == math.prod(shape.get(axis, 1) for axis in ("pipeline", "fsdp", "tensor"))
 
 
+@pytest.mark.slow
 def test_devices_talk_only_where_there_are_several(results):
     for mesh in MESHES:
         calls = {name: int(count) for name, count in part(results[mesh], "collectives.").items()}

@@ -54,6 +54,7 @@ def spoil(checkpoint: Path) -> None:
     file.write_bytes(content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :])
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_is_asked_again(tmp_path):
     """Ask the rule, which reads the rows: the run has ended, or goes on where the rule is another by now."""
     rule = EarlyStopping.Config(metric="loss", at_least=0.0, rows=2)
@@ -100,6 +101,7 @@ def test_it_learns_and_writes_a_run_directory(tmp_path):
         tiny_trainer(30).build().run(run_dir, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_killed_then_asked_to_leave_then_profiled_it_equals_the_uninterrupted_run(
     tmp_path, uninterrupted, monkeypatch, capsys
@@ -337,6 +339,7 @@ def test_eight_devices_train_as_one_does(tmp_path, uninterrupted):
     np.testing.assert_allclose(list(map(float, done.stdout.split())), expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_importing_the_trainer_loads_neither_orbax_nor_grain():
     code = "import sys, axlearn_like.training.trainer; print({'orbax', 'grain'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

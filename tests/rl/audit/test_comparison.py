@@ -63,6 +63,7 @@ def drawn(logits: np.ndarray, rounding: Rounding, sample: int) -> Rollout:
     return dataclasses.replace(made, logprobs=logprobs[np.arange(len(tokens)), tokens])
 
 
+@pytest.mark.slow
 def test_another_processors_rounding_is_no_difference_and_more_is() -> None:
     rng = np.random.default_rng(0)
     rounding, flips = Rounding(bound=0.05, seed=3, vocab=VOCAB), 0
@@ -91,6 +92,7 @@ def test_a_token_that_does_not_exist_is_a_difference_and_no_error() -> None:
         assert found is not None and found.what == "tokens"
 
 
+@pytest.mark.slow
 def test_the_noise_is_that_of_the_sampler() -> None:
     logits = np.random.default_rng(1).normal(size=(9, VOCAB)).astype(np.float32)
     key = row_keys(jnp.asarray([[3, 1, 7, 2]], jnp.uint32))[0]

@@ -65,6 +65,7 @@ def again(made: Audits, worker: str, right: tuple[Group, ...]) -> dict[str, str]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "dose"), [(0.01, 30), (0.1, 1), (0.1, 5), (0.1, 20), (0.5, 2), (1.0, 1)])
 def test_wrong_rollouts_are_found_as_often_as_computed(share: float, dose: int) -> None:
     trials, found = 300, 0
@@ -108,6 +109,7 @@ def rounded(count: int) -> int:
     return flips
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.full)])
 def test_no_right_rollout_is_called_wrong(count: int) -> None:
     """Compare drawings with the same bits by way of leases, and those of another class of hardware directly."""

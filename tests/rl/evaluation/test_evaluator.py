@@ -72,6 +72,7 @@ def answers_of(engine: RolloutEngine, problem: Problem) -> tuple[list[str], list
     return answers, VERIFIER.score([problem.id] * len(answers), answers)
 
 
+@pytest.mark.slow
 def test_pass_at_k_is_that_of_each_problems_own_samples(engine: RolloutEngine):
     summary, _ = run(engine)
     n = CFG.samples_per_prompt
@@ -90,6 +91,7 @@ def test_pass_at_k_is_that_of_each_problems_own_samples(engine: RolloutEngine):
     assert summary["problems"] == 5 and list(by_family) == ["spell_backward", "chain_sum"]
 
 
+@pytest.mark.slow
 def test_the_shown_samples_are_the_first_of_the_first_problems_of_each_family(engine: RolloutEngine):
     _, rows = run(engine)
     shown = [problems()[i] for i in (0, 1, 3, 4)]

@@ -72,6 +72,7 @@ def run(
     return evaluate(samples, problems, TASKS, tiny, count=COUNT, ks=(1, 4), seed=seed, progress=progress)
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_to_the_same_files_and_pairs_are_compared(engine: RolloutEngine, tmp_path: Path):
     engine.set_weights(tiny_params(CFG.policy, scale=1.0), 1)  # pyright: ignore
     whole = run(tmp_path / "whole", engine)

@@ -64,6 +64,7 @@ def test_pairs_are_compared_by_problem_and_the_same_policy_differs_by_nothing():
         compare(first, first[:-1])
 
 
+@pytest.mark.slow
 def test_unpaired_problems_are_those_of_equal_variance_and_what_paired_intervals_cover():
     """Against numpy's own variances; and of 300 pairs of samples the interval of the pairs holds the truth in 95 %."""
     rng = np.random.default_rng(3)

@@ -264,6 +264,7 @@ def test_the_command_prints_the_plan_and_ends_with_one_object(capsys: pytest.Cap
     assert "this fleet cannot run the experiment:\n  worker: what it holds needs" in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_compiler() is None, reason="libtpu is not installed")
 def test_memory_is_the_compilers_and_is_asked_for_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

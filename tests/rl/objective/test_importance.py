@@ -52,6 +52,7 @@ def by_loops(batch, level: str, mode: str, cap: float, floor: float):
     return weights, limited
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 @pytest.mark.parametrize("mode", ["clip", "mask"])
@@ -68,6 +69,7 @@ def test_equals_the_formula(level, mode, cap, floor):
         assert expected_limited.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "geometric", "sequence"])
 def test_no_gradient_reaches_the_policy(level):
     """No gradient flows even where pi_old is pi itself."""

@@ -222,6 +222,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "policy_logprobs", read_table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [QUICK, pytest.param(LAYOUTS, marks=pytest.mark.full)], ids=["quick", "all"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_the_papers_in_every_layout(name: str, layouts: Sequence[str]):
@@ -237,6 +238,7 @@ def test_the_gradient_is_the_papers_in_every_layout(name: str, layouts: Sequence
         assert figures == pytest.approx(metrics, rel=1e-4, abs=1e-6), layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapo", "grpo", "grpo on stale rollouts"])
 @pytest.mark.parametrize("layout", QUICK)
 def test_divergence_from_the_sampler_and_effective_sample_size_are_those_of_all_tokens(name: str, layout: str):

@@ -354,6 +354,7 @@ def _keep_all(objective: Objective, patch: pytest.MonkeyPatch) -> Any:
     return objective, list
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trap", MUTATIONS)
 def test_the_comparison_sees_what_stacks_get_wrong(trap: str, monkeypatch: pytest.MonkeyPatch):
     name, layout, mutate = MUTATIONS[trap]
@@ -409,6 +410,7 @@ def _under_rows(given: list[Batch]) -> list[Batch]:
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("name", sorted(METRICS))
 def test_metrics_have_the_mask_of_the_loss(name: str):

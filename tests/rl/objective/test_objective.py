@@ -119,6 +119,7 @@ def assert_same(metrics, expected):
 # ---- invariances ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 1000), order=st.permutations(range(GROUPS * SAMPLES)))
@@ -143,6 +144,7 @@ def test_any_micro_batching_gives_the_same(name, seed, order):
     assert_same(total_metrics, metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_padding_changes_nothing_whatever_it_holds(name):
     """Longer rows and unscored rollouts full of NaN: same loss, gradient, metrics."""
@@ -280,6 +282,7 @@ def test_nothing_left_is_zero_not_nan(name):
 # ---- the three policies --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_at_ratio_one_grpo_is_reinforce_with_the_advantage():
     rollouts = random_rollouts(5)
     rollouts["new"] = rollouts["logprobs_old"]
@@ -317,6 +320,7 @@ def test_current_equals_recompute_at_the_start_and_needs_no_old():
     assert float(metrics["ratio_max"]) == 1.0
 
 
+@pytest.mark.slow
 def test_behaviour_is_recompute_with_mu_as_the_old_policy():
     rollouts = random_rollouts(7)
     cfg = Objective.Config(zero_variance="drop")
@@ -345,6 +349,7 @@ def test_clip_acts_on_pi_over_old_and_importance_on_old_over_mu():
     assert float(metrics["importance_mean"]) == pytest.approx(2.0, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_importance_multiplies_the_regulariser_too():
     rollouts = random_rollouts(9)
     rollouts["logprobs_behaviour"] = rollouts["logprobs_old"] - 3.0

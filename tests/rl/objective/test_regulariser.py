@@ -76,6 +76,7 @@ def test_k1_has_no_gradient_in_expectation_and_is_refused_as_a_loss():
         ReferenceKL.Config(coef=0.1, estimator="k1").build()
 
 
+@pytest.mark.slow
 def test_on_policy_k2_follows_the_reverse_kl_and_k3_the_forward():
     k2 = expected_term(ReferenceKL.Config(coef=0.5, estimator="k2"), LOGITS)
     k3 = expected_term(ReferenceKL.Config(coef=0.5, estimator="k3"), LOGITS)

@@ -59,6 +59,7 @@ def token_loops(new, batch, value, slope):
     return result, gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, 0.0), (0.2, 0.28, 1.5)])
 def test_token_clip_is_that_of_ppo(low, high, dual):
     new, batch = random_inputs()

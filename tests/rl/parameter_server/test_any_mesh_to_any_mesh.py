@@ -150,6 +150,7 @@ def work(places: list[dict[str, Any]], address: str, process: int) -> tuple[bool
 # ---- a pusher that dies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before its last shard", pytest.param("before its commit", marks=pytest.mark.full)])
 def test_half_a_version_is_never_seen_and_its_successor_publishes_the_whole(when: str):
     deployment = Deployment(ParameterServer.Config(shared_memory=False, shard_servers=2), remote=True)

@@ -47,6 +47,7 @@ POLICY = Decoder.Config(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_finds_the_same(dtype: str) -> None:
     params = {f"s{i}": {"w": random_bits(shape, dtype, seed=i)} for i, shape in enumerate(SHAPES)}

@@ -46,6 +46,7 @@ def scored(rows: dict[str, np.ndarray], candidate_tokens: np.ndarray | None, par
     return found.logprobs()
 
 
+@pytest.mark.slow
 def test_a_plain_scoring_pass_over_the_record_gives_the_engines_log_probabilities_to_the_bit(engine: RolloutEngine):
     """Rollouts that were aborted and went on are among them; without the record every token would be less likely."""
     asked = [Request(make_prompt(n, 3 + 2 * n), samples=3, seed=1) for n in range(4)]
@@ -75,6 +76,7 @@ def test_a_plain_scoring_pass_over_the_record_gives_the_engines_log_probabilitie
     assert min(lost) < -0.05, "a mutation: the whole distribution is another one"
 
 
+@pytest.mark.slow
 def test_of_equals_those_of_smaller_ids_stay_and_fewer_are_marked():
     logits = jnp.asarray([[0.0, 2.0, 2.0, 2.0, -1e30], [1.0, -1e30, -1e30, -1e30, -1e30]])
     limited, kept = keep_most(logits, 2)

@@ -92,6 +92,7 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine: RolloutEngi
         np.testing.assert_array_equal(getattr(cut, name), getattr(whole, name)[:kept])
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_tokens_and_logprobs_are_those_of_a_plain_forward_pass_and_the_documented_keys(rollouts: list[Rollout]):
     """The distribution recomputed in float64, to 1e-5; the draws are the largest of logits and Gumbel noise."""
@@ -124,6 +125,7 @@ def test_seed_prompt_sample_and_weights_all_matter(engine: RolloutEngine, rollou
     engine.set_weights(params(), 5, rewind=True)
 
 
+@pytest.mark.slow
 def test_on_tokens_hears_every_token_of_every_sample_in_order_before_the_end(engine: RolloutEngine):
     heard: dict[int, list[tuple[int, np.ndarray, np.ndarray, None]]] = {}
     asked = mixed(9)
@@ -267,6 +269,7 @@ def test_stop_strings_need_a_decoder():
         engine.submit(Request(make_prompt(1), stop=StopConditions(strings=("x",))))
 
 
+@pytest.mark.slow
 def test_a_request_that_the_cache_could_never_hold_is_refused():
     engine = make_engine(pages=5)
     with pytest.raises(UserError, match=r"may need 8 pages of 8 tokens; the cache has 4 \(RolloutEngine.pages\)"):
@@ -297,6 +300,7 @@ def test_sizes_that_cannot_be_are_refused_by_name(name: str, value: int):
 # ---- meshes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", ["max_num_seqs", "max_prompt_tokens", "max_new_tokens", "num_kv_heads", "page_size"])
 def test_every_size_may_be_one(one: str):
     """A plain reshape of an axis of size one loses its sharding, which explicit sharding refuses."""

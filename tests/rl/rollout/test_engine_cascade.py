@@ -65,6 +65,7 @@ def test_groups_draw_the_same_bits_and_read_fewer_keys(engine: RolloutEngine):
     assert grown["cascade_keys_read"] < 0.9 * grown["cascade_keys_alone"]
 
 
+@pytest.mark.slow
 def test_forks_and_given_tokens_draw_the_same_bits(engine: RolloutEngine):
     def loop(completion: Any) -> Generator[Any, Any, None]:
         yield Generate(max_new_tokens=4)
@@ -75,6 +76,7 @@ def test_forks_and_given_tokens_draw_the_same_bits(engine: RolloutEngine):
     assert both(engine, lambda: engine.generate([asked(7, 62, 4, agent_loop=loop)]))["cascade_keys_read"]
 
 
+@pytest.mark.slow
 def test_weights_that_change_in_flight_are_shared_by_page_alone(engine: RolloutEngine):
     weights, versions = [tiny_weights(0), tiny_weights(1)], iter(range(6, 60))
 

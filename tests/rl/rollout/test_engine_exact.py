@@ -64,6 +64,7 @@ def expected(alone: dict[int, list[Rollout]], requests: list[Request]) -> list[R
     return [r for q in requests for r in alone[q.prompt.id]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in EVERY_RUN)) for n in ENGINES])
 def test_any_engine_gives_the_same_bits(alone: dict[int, list[Rollout]], name: str):
     engine = engine_of(name)
@@ -73,6 +74,7 @@ def test_any_engine_gives_the_same_bits(alone: dict[int, list[Rollout]], name: s
     assert (engine.stats()["preemptions"] > 0) == ("few pages" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [pytest.param(EVERY_RUN, id="two"), pytest.param(tuple(ENGINES), id="all", marks=pytest.mark.full)]
 )
@@ -104,6 +106,7 @@ def test_any_mix_at_any_time_gives_the_same_bits(
     assert_no_page_is_held(engine)
 
 
+@pytest.mark.slow
 def test_samples_that_share_a_prompt_are_each_as_if_asked_for_alone(alone: dict[int, list[Rollout]]):
     """A rollout with no tokens yet stands for one sample: its prompt is prefilled on its own."""
     engine = engine_of("usual")
@@ -119,6 +122,7 @@ def _cut(rollout: Rollout, length: int) -> Rollout:
     return dataclasses.replace(rollout, **records, finish_reason="abort")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["few pages", pytest.param("usual", marks=pytest.mark.full)])
 @pytest.mark.parametrize("turns", [1, 5, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2, 3))])
 def test_after_an_abort_partial_rollouts_go_on_with_the_same_bits(
@@ -136,6 +140,7 @@ def test_after_an_abort_partial_rollouts_go_on_with_the_same_bits(
     assert_same(engine_of("usual" if name == "few pages" else "other sizes").generate(again), expected(alone, again))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["usual", pytest.param("few pages", marks=pytest.mark.full)])
 def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
     engine, cold = engine_of(name), engine_of("few pages, none kept")
@@ -178,6 +183,7 @@ def test_a_plain_scoring_pass_gives_the_engines_log_probabilities_to_the_bit(nam
     assert sum(len(r.tokens) for r in rollouts) > 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepare", [lambda e: None, lambda e: e.generate(REQUESTS[:3])], ids=["cold", "warm"])
 def test_many_samples_on_few_slots_all_come_to_an_end(prepare: Callable[[RolloutEngine], Any]):
     engine = engine_of("few pages")

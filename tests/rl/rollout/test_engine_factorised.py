@@ -49,6 +49,7 @@ def rows(texts: Texts.Config, longest: int) -> CalibrationRows:
     return CalibrationRows(tokens, np.arange(size) < np.array([len(one) for one in found])[:, None])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "calibration", "rank_cache"),
     [

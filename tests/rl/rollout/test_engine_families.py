@@ -152,6 +152,7 @@ def test_a_policy_built_twice_is_the_same_to_what_is_compiled_for_it(policy):
     assert hash(split(one)[0]) == hash(split(other)[0]) and split(one)[0] == split(other)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [
@@ -213,6 +214,7 @@ def test_absorbed_decoding_draws_with_nearly_those():
         np.testing.assert_allclose(rollout.logprobs, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_beyond_its_original_length_longrope_has_long_factors_or_is_refused():
     short, long = variant(24), variant()
     _, params = initialise(short)

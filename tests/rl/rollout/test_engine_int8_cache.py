@@ -56,6 +56,7 @@ def score(weights: Any, tokens: jax.Array, targets: jax.Array, temperature: jax.
     return chosen_tokens(no_fuse(model.logits(model.hidden(tokens, rows).x) / temperature), targets)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_scoring_with_rounded_keys_and_values_to_the_bit():
     """After preemptions too: what is prefilled again is rounded as it was."""
     requests = [request(number) for number in (5, 4, 2)]

@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
 SIMULATED = PagedKernel.Config(interpret=True, row_keys=16, chunk_keys=32)
 
 
+@pytest.mark.slow
 def test_an_engine_does_not_start_on_a_kernel_that_writes_a_wrong_page(monkeypatch: pytest.MonkeyPatch):
     right = ragged.write_pages
 

@@ -37,6 +37,7 @@ def rollouts_on(mesh: dict[str, int], moe: bool = False, **changes: Any) -> list
     return [[r.tokens.tolist(), r.logprobs.tolist(), r.finish_reason] for r in found]
 
 
+@pytest.mark.slow
 def test_on_two_devices_it_draws_the_same_tokens():
     """Sums over heads and over the hidden width are cut in two: log-probabilities equal within 2e-5."""
     found = elsewhere(rollouts_on, {"tensor": 2}, environ=TWO_DEVICES)

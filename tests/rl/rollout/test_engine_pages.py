@@ -123,6 +123,7 @@ def size(arrays: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "int8"}], ids=["float32", "int8"])
 def test_no_second_cache_is_held(changes: dict[str, Any]):
     """A dispatch of 32 rows of 32,768 keys, whose windows would be the cache in float32 once more."""

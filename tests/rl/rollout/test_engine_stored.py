@@ -30,6 +30,7 @@ def wrapped(wrapper: Any, **fields: Any) -> tuple[Any, Any]:
     return model, {**own, "layers": layers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "wrapper", "fields", "tags"),
     [
@@ -64,6 +65,7 @@ def test_it_draws_what_the_rounded_policy_draws_to_the_bit(weights, wrapper, fie
         assert a.tags == tags and b.tags == ()
 
 
+@pytest.mark.slow
 def test_arguments_of_the_decode_program_are_half_of_the_weights_in_bfloat16():
     """The compiled program's own count, its cache included; a third of these parameters are the vocabulary's."""
     policy = tiny(vocab_size=1024, dim=256, hidden=512, num_layers=1).set(dtype="bfloat16")

@@ -77,6 +77,7 @@ def draw_twice(tiers: HostTiers.Config, case: str = "plain") -> RolloutEngine:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.full) for case in list(CASES)[1:])])
 def test_the_same_bits_from_host_memory(case: str):
     stats = draw_twice(HostTiers.Config(), case).stats()
@@ -85,6 +86,7 @@ def test_the_same_bits_from_host_memory(case: str):
     assert stats["tier_damaged"] == stats["tier_dropped"] == stats["tier_disk_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_the_same_bits_from_the_disk(tmp_path: Path):
     stats = draw_twice(HostTiers.Config(host_bytes=8 * PAGE, disk=str(tmp_path))).stats()
     assert stats["tier_hits_disk"] > 5
@@ -96,6 +98,7 @@ def test_without_room_on_the_host_pages_are_computed_again(tmp_path: Path):
     assert draw_twice(tiers).stats()["tier_dropped"] > 20
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_computed_again(tmp_path: Path):
     tiers = HostTiers.Config(host_bytes=4 * PAGE, disk=str(tmp_path))
     engine = make_engine(pages=POOL, tiers=tiers)
@@ -111,6 +114,7 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path):
     assert engine.stats()["tier_damaged"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["keep_cache", "recompute"])
 def test_new_weights_meet_no_page_of_old_ones(swap: Any):
     """The same version number with other weights, as after a rewind, must not find pages of the former ones."""

@@ -133,6 +133,7 @@ def chisquare(counts: np.ndarray, expected_counts: np.ndarray) -> float:
     return float(chdtrc(counts.size - 1, np.sum((counts - expected_counts) ** 2 / expected_counts)))
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_frequencies_and_logprobs_are_those_of_the_distribution(options: dict[str, Any], keys: jax.Array):
@@ -149,6 +150,7 @@ def test_frequencies_and_logprobs_are_those_of_the_distribution(options: dict[st
         np.testing.assert_allclose(logprobs, np.log(p)[tokens], rtol=0, atol=4e-6)  # of numbers up to 10
 
 
+@pytest.mark.slow
 def test_the_test_can_tell_neighbouring_distributions_apart(keys: jax.Array):
     """A chi-square that accepts anything proves nothing."""
     counts = np.bincount(draws({}, keys.reshape(-1))[0], minlength=VOCAB)
@@ -175,6 +177,7 @@ def test_draws_of_other_samples_prompts_and_positions_are_independent(keys: jax.
         assert chdtrc((VOCAB - 1) ** 2, distance) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_bfloat16_logits_are_scored_in_float32():
     logits = jnp.asarray(LOGITS, jnp.bfloat16)
@@ -205,6 +208,7 @@ COUNTS = nps.arrays(np.int32, (ROWS, VOCAB), elements=st.integers(0, 7))
 QUARTERS = nps.arrays(np.float32, (ROWS, VOCAB), elements=QUARTER)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @settings(deadline=None, max_examples=150)
 @given(st.lists(CONFIGS, min_size=ROWS, max_size=ROWS), QUARTERS, COUNTS)
@@ -220,6 +224,7 @@ def test_rows_of_any_rules_follow_the_definition(configs: list[Sampler.Config], 
         np.testing.assert_allclose(logprobs[row], np.log(p[tokens[row]]), rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_only_seen_tokens_are_penalised_and_become_less_likely_whatever_their_sign():
     logits = np.array([[2.0, 2.0, -2.0, -2.0]], np.float32)
     seen = np.array([[True, False, True, False]])
@@ -228,6 +233,7 @@ def test_only_seen_tokens_are_penalised_and_become_less_likely_whatever_their_si
     np.testing.assert_array_equal(whole, [[1.0, 2.0, -4.0, -2.0]])
 
 
+@pytest.mark.slow
 def test_equals_are_cut_or_kept_together_and_greedy_takes_the_first():
     logits = np.tile(np.array([0.0, 2.0, 2.0, 1.0, 1.0], np.float32), (4, 1))
     configs = [Sampler.Config(top_k=1), Sampler.Config(top_k=3), Sampler.Config(top_p=0.5)]
@@ -240,6 +246,7 @@ def test_equals_are_cut_or_kept_together_and_greedy_takes_the_first():
     assert (tokens[3], logprobs[3]) == (1, 0.0)
 
 
+@pytest.mark.slow
 def test_a_broken_model_is_not_scored_as_certain():
     logits = np.tile(np.array([0.0, np.nan, 2.0], np.float32), (2, 1))
     configs = [Sampler.Config(temperature=0.0), Sampler.Config(top_k=2)]
@@ -263,6 +270,7 @@ def batch(vocab: int, dtype: Any = np.float32) -> tuple[list[Sampler.Config], ja
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [13, 272, 1001])
 def test_a_row_does_not_depend_on_the_rules_and_logits_of_the_others(vocab: int):
     """A row's results are equal to the bit, whatever the number of the others."""
@@ -280,6 +288,7 @@ def test_a_row_does_not_depend_on_the_rules_and_logits_of_the_others(vocab: int)
             np.testing.assert_array_equal(bits(alone[what])[0], bits(together[what])[row])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [13, 64, 100, 1001])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_plain_rows_have_the_bits_of_the_quick_path_among_rows_that_are_not(vocab: int, dtype: Any):
@@ -296,6 +305,7 @@ def test_plain_rows_have_the_bits_of_the_quick_path_among_rows_that_are_not(voca
         np.testing.assert_array_equal(bits(one)[rows], bits(other)[rows])
 
 
+@pytest.mark.slow
 def test_a_draw_is_the_largest_of_logits_and_the_noise_of_the_key():
     configs, keys, logits, seen = batch(272)
     whole, tokens, _ = by_rules(configs, keys, logits, seen)
@@ -306,6 +316,7 @@ def test_a_draw_is_the_largest_of_logits_and_the_noise_of_the_key():
 # ---- keys
 
 
+@pytest.mark.slow
 def test_a_key_is_the_seed_with_prompt_sample_and_position_folded_in():
     key = jax.random.key(jnp.uint32(4))
     for part in (3, 7, 2, 11):  # high and low half of the prompt's id, sample, position
@@ -324,6 +335,7 @@ def test_rows_of_any_request_have_the_keys_of_their_samples():
         np.testing.assert_array_equal(row, jax.random.key_data(key))
 
 
+@pytest.mark.slow
 def test_a_key_depends_on_seed_prompt_sample_and_position_and_on_all_of_them():
     seeds, prompts, samples, positions = [0, 1], [0, 1, 7, 1 << 32, (1 << 32) + 1], 3, [0, 1, 2]
     seen = set()
@@ -334,6 +346,7 @@ def test_a_key_depends_on_seed_prompt_sample_and_position_and_on_all_of_them():
     assert len(seen) == len(seeds) * len(prompts) * samples * len(positions)
 
 
+@pytest.mark.slow
 def test_a_key_does_not_depend_on_batch_slot_or_number_of_samples():
     def data(prompts: list[int], samples: int) -> np.ndarray:
         return np.asarray(jax.random.key_data(keys_of(9, prompts, samples, 4)))

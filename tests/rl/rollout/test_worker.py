@@ -122,6 +122,7 @@ def undisturbed(engine: RolloutEngine, tmp_path_factory: pytest.TempPathFactory)
     return place.batch()
 
 
+@pytest.mark.slow
 def test_groups_hold_the_samples_of_their_prompt_with_their_own_scores(place: Place):
     worker = place.worker("w")
     assert [worker.run_once() for _ in range(5)] == [True] * 4 + [False]  # two steps of two leases
@@ -145,6 +146,7 @@ class _NoVerifier:
         raise RuntimeError("no verifier")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_whole_models_take_turns_on_one_engine_and_have_the_rollouts_of_each_alone(
     fails: bool, tmp_path: Path, engine: RolloutEngine, undisturbed: list[Group]
@@ -224,6 +226,7 @@ def stepwise() -> RolloutEngine:
     return EXPERIMENT.make_engine(steps_per_dispatch=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [3, 4, 5, 6])
 def test_a_worker_that_must_go_hands_back_what_it_has_and_the_next_goes_on_from_there(
     patience: int, tmp_path: Path, stepwise: RolloutEngine, undisturbed: list[Group]
@@ -267,6 +270,7 @@ def test_when_there_is_no_more_time_whole_rollouts_are_handed_back_from_another_
     assert [row["tokens"] for row in place.events("generate")][1] == 0  # they only had to be scored
 
 
+@pytest.mark.slow
 def test_a_worker_that_hears_that_its_lease_is_void_drops_the_work(tmp_path: Path, undisturbed: list[Group]):
     experiment = tiny_experiment(staleness=1, engine=RolloutEngine.Config(max_num_seqs=8, steps_per_dispatch=2)).build()
     experiment.controller_cfg.lease_seconds = 1e-9  # it asks after every dispatch
@@ -400,6 +404,7 @@ def test_run_joins_works_and_ends_with_the_run(place: Place, undisturbed: list[G
     assert [row["lease"] for row in place.events("lease_expired")] == [lost.id]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["keep_cache", "recompute"])
 def test_in_flight_newer_weights_are_taken_up_between_dispatches(
     tmp_path: Path, swap: Any, monkeypatch: pytest.MonkeyPatch

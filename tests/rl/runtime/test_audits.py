@@ -222,6 +222,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_here(tmp_path_factory.mktemp("honest"), tiny_experiment(num_steps=2, evaluation=None))
 
 
+@pytest.mark.slow
 def test_audits_of_honest_workers_change_nothing_and_find_nothing(honest: Path, tmp_path: Path) -> None:
     path = run_audited(tmp_path, config())
     assert learnt(path) == learnt(honest) and parameters(path) == parameters(honest)
@@ -242,6 +243,7 @@ def check_without(path: Path, honest: Path, bad: str) -> None:
     assert sum(row["audit_failures"] for row in metrics(path)) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.full] * (k not in EVERY_RUN)) for k in CHEATS])
 def test_a_worker_that_cheats_is_quarantined_and_the_run_is_that_without_it(
     kind: str, honest: Path, tmp_path: Path
@@ -250,6 +252,7 @@ def test_a_worker_that_cheats_is_quarantined_and_the_run_is_that_without_it(
     check_without(run_audited(tmp_path, config(), WORKERS[0], **CHEATS[kind]), honest, WORKERS[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["a log-probability by one ulp", "a sample left out"])
 def test_a_worker_that_accuses_an_honest_one_is_found_itself(kind: str, honest: Path, tmp_path: Path) -> None:
     """The second to ask draws again what the first one has drawn."""

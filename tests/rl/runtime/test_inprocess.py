@@ -111,6 +111,7 @@ def test_every_update_is_made_of_rollouts_within_the_staleness_bound(tmp_path: P
     assert all(row["question"] and 0 <= row["reward"] <= 1 for row in sampled)
 
 
+@pytest.mark.slow
 def test_evaluations_during_training_change_no_bit_of_it_and_equal_those_of_shorter_runs(tmp_path: Path) -> None:
     """The last evaluation of a run of two updates is that of version 2 of a longer one."""
     whole = run_here(tmp_path / "whole", tiny_experiment(evaluate_every=2))

@@ -21,6 +21,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", ["plain", "branching", pytest.param("interruption", marks=pytest.mark.full)])
 def test_any_choice_of_rollouts_is_drawn_again_to_the_bit(feature: str, tmp_path: Path) -> None:
     cfg = tiny_experiment(num_steps=4, staleness=1, evaluation=None).set(**FEATURES[feature])

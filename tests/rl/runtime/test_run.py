@@ -166,6 +166,7 @@ print(*sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_driver_imports_no_library_that_only_roles_need() -> None:
     """Before it starts Ray it has imported jax and flax for configs, Ray, and the library of the tasks."""
     command = [sys.executable, "-c", DRIVER]
@@ -221,6 +222,7 @@ def _evaluated_without_interruption(path: Path, num_steps: int) -> dict[str, Any
     return report["after"]
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_a_run_as_if_it_had_been_shorter(tmp_path: Path) -> None:
     """The last evaluation and the best checkpoint by it are the same; a higher bar continues the run."""
     said: list[str] = []

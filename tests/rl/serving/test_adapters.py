@@ -66,6 +66,7 @@ def administer(server: Running, path: str, **body: Any) -> tuple[int, str]:
     return status, found["error"]["message"] if isinstance(found, dict) else found
 
 
+@pytest.mark.slow
 def test_a_request_chooses_by_model(server: Running):
     listed = server.client(KEY).models.list().data
     assert [(one.id, one.to_dict().get("parent")) for one in listed] == [(MODEL, None), ("french", MODEL)]
@@ -76,6 +77,7 @@ def test_a_request_chooses_by_model(server: Running):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
+@pytest.mark.slow
 def test_an_adapter_is_loaded_replaced_and_unloaded(server: Running, root: Path):
     french = completed(server, "french")
     assert administer(server, LOAD, lora_name="new", lora_path="poems") == (200, "adapter 'new' is loaded")

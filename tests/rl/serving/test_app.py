@@ -129,6 +129,7 @@ def test_the_text_ends_before_a_stop_string_and_the_tokens_with_it(client: opena
     assert choice.logprobs is not None and choice.logprobs.token_logprobs == expected.logprobs.tolist()
 
 
+@pytest.mark.slow
 def test_sampling_rules_are_obeyed(client: openai.OpenAI) -> None:
     only = client.completions.create(model=MODEL, prompt="hello", max_tokens=5, logit_bias={"65": 100})
     assert (only.choices[0].text, only.choices[0].finish_reason) == ("AAAAA", "length")
@@ -141,6 +142,7 @@ def test_sampling_rules_are_obeyed(client: openai.OpenAI) -> None:
     assert len(first) == 1
 
 
+@pytest.mark.slow
 def test_answers_in_company_are_the_answers_alone(served: Running, reference: Any) -> None:
     texts = [f"{i} and {i}" for i in range(12)]
 
@@ -209,6 +211,7 @@ def test_a_stream_of_several_prompts_keeps_them_apart(client: openai.OpenAI) -> 
     assert texts == [choice.text for choice in whole.choices]
 
 
+@pytest.mark.slow
 def test_a_stream_comes_in_pieces(client: openai.OpenAI) -> None:
     stream = client.completions.create(model=MODEL, prompt="hello", logit_bias={"65": 100}, stream=True)
     pieces = [chunk.choices[0].text for chunk in stream]
@@ -253,6 +256,7 @@ def patient() -> Iterator[Running]:
         yield served
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_in_the_midst_of_a_stream_ends_its_generation(patient: Running) -> None:
     stream = patient.client().completions.create(model=MODEL, prompt="hello", logit_bias={"65": 100}, stream=True, n=4)
     assert next(iter(stream)).choices[0].text.startswith("A")
@@ -263,6 +267,7 @@ def test_a_client_that_goes_in_the_midst_of_a_stream_ends_its_generation(patient
     assert patient.engine.stats()["generation_tokens"] < 4 * LONG
 
 
+@pytest.mark.slow
 def test_an_error_in_the_midst_of_a_stream_reaches_the_client(patient: Running) -> None:
     stream = patient.client().completions.create(model=MODEL, prompt="hello", logit_bias={"65": 100}, stream=True)
     next(iter(stream))
@@ -300,6 +305,7 @@ def test_an_engine_that_cannot_go_on_is_reported(monkeypatch: pytest.MonkeyPatch
         assert not served.server.alive
 
 
+@pytest.mark.slow
 def test_figures_count_what_was_done() -> None:
     with running() as fresh:
         answer = fresh.client().completions.create(model=MODEL, prompt="hello", n=2)
@@ -314,6 +320,7 @@ def test_figures_count_what_was_done() -> None:
         assert metric(fresh, "axl_requests_waiting") == metric(fresh, "axl_requests_running") == 0
 
 
+@pytest.mark.slow
 def test_the_sampler_of_the_engine_is_the_default() -> None:
     with running(make_engine(sampler=Sampler.Config(temperature=0.0))) as greedy:
         create = greedy.client().completions.create

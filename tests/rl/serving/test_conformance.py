@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rl.serving.chat_template import ChatTemplate
 from rl.serving.input.request import _IGNORED
 from tests.rl.serving.running import MODEL, Running, make_engine, running
@@ -145,6 +147,7 @@ def served_table(folder: Path) -> str:
         return table(served)
 
 
+@pytest.mark.slow
 def test_the_page_says_what_the_server_does_with_every_field_of_vllm(tmp_path: Path) -> None:
     written = re.search(f"{BEGIN}\n(.*?)\n{END}", PAGE.read_text(), re.DOTALL)
     assert written is not None and written.group(1) == served_table(tmp_path), f"`{COMMAND}`, if this is meant"

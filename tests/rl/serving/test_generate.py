@@ -17,6 +17,7 @@ def body(**sampling: Any) -> dict[str, Any]:
     return {"model": MODEL, "token_ids": PROMPT, "sampling_params": sampling}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5, "top_p": 0.9}, {"n": 3}, {"logprobs": 4}])
 def test_the_tokens_are_a_completions_with_their_log_probabilities(
     served: Running, client: openai.OpenAI, sampling: dict[str, Any]
@@ -39,6 +40,7 @@ def test_the_tokens_are_a_completions_with_their_log_probabilities(
     assert same.usage is not None and answer["usage"]["prompt_tokens"] == same.usage.prompt_tokens == len(PROMPT)
 
 
+@pytest.mark.slow
 def test_alternatives_are_there_if_more_than_the_token_is_asked_for(served: Running):
     content = served.post(URL, body(logprobs=4))[1]["choices"][0]["logprobs"]["content"]
     for one in content:

@@ -72,6 +72,7 @@ def test_before_rl_the_warm_starts_are_taken(run: RunDirectory, tmp_path: Path) 
         assert newest_weights(young) == SavedWeights(young.path / "warm_start" / "checkpoints" / "4", 0)
 
 
+@pytest.mark.slow
 def test_weights_are_those_that_were_saved(run: RunDirectory) -> None:
     experiment = recorded_config(run).build()
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
@@ -87,6 +88,7 @@ def test_weights_of_another_policy_are_refused(run: RunDirectory) -> None:
         load_params(cfg.set(policy=policy).build(), newest_weights(run), make_mesh({"data": 1}, jax.devices()[:1]))
 
 
+@pytest.mark.slow
 def test_random_weights_follow_the_seed() -> None:
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     one, same, other = (
@@ -116,6 +118,7 @@ def supervised_run(path: Path, step: int = 3) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_supervised_runs_policy_has_the_tokenizer_and_the_tasks_of_its_data(tmp_path: Path) -> None:
     run, rl = RunDirectory.attach(supervised_run(tmp_path / "run")), tiny_experiment()
     cfg = recorded_config(run)

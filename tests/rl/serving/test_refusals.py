@@ -9,6 +9,7 @@ import pytest
 from tests.rl.serving.running import MODEL, QUESTION, Running, metric, running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"temperature": -1}, "temperature"), ({"n": 0}, "n"), ({"prompt": "x" * 99}, "prompt"), ({"stop": ""}, "stop")],
@@ -67,6 +68,7 @@ def test_a_body_too_large_is_refused() -> None:
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
 
+@pytest.mark.slow
 def test_below_v1_the_key_is_asked_for() -> None:
     with running(api_key="secret") as locked:
         assert locked.client("secret").models.list().data[0].id == MODEL

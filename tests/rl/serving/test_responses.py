@@ -28,6 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield served
 
 
+@pytest.mark.slow
 def test_a_text_is_the_chats_with_its_usage(client: openai.OpenAI) -> None:
     extra = {"seed": 5}
     response = client.responses.create(
@@ -45,6 +46,7 @@ def test_a_text_is_the_chats_with_its_usage(client: openai.OpenAI) -> None:
     )
 
 
+@pytest.mark.slow
 def test_items_are_the_messages_of_a_chat(client: openai.OpenAI) -> None:
     items: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "2+"}, {"type": "input_text", "text": "2"}]},
@@ -64,6 +66,7 @@ def test_items_are_the_messages_of_a_chat(client: openai.OpenAI) -> None:
     assert response.output_text == chat.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_forms_and_logprobs(client: openai.OpenAI) -> None:
     form: Any = {"format": {"type": "json_schema", "name": "sum", "schema": SUM, "strict": True}}
     include: Any = ["message.output_text.logprobs"]
@@ -74,6 +77,7 @@ def test_forms_and_logprobs(client: openai.OpenAI) -> None:
     assert response.status == "completed" and part.logprobs and all(len(one.top_logprobs) == 2 for one in part.logprobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}])
 def test_events_tell_what_the_whole_response_says(client: openai.OpenAI, fields: dict[str, Any]) -> None:
     options: dict[str, Any] = {"model": MODEL, "input": "hello", "extra_body": {"seed": 2}, **fields}

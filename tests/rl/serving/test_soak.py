@@ -67,6 +67,7 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, str]:
     return {name: f"{before[name]} -> {count}" for name, count in after.items() if count > before[name]}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted in /proc")
 @pytest.mark.parametrize("requests", [80, pytest.param(5000, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_nothing_is_left_of_requests_and_of_clients_that_leave(requests: int, caplog: pytest.LogCaptureFixture) -> None:

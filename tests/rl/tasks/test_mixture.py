@@ -40,6 +40,7 @@ def shared_mixture() -> TaskMixture:
     return mixture_config().build()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**40), heldout_every=st.integers(2, 12))
 def test_no_training_question_is_held_out(seed: int, heldout_every: int):
@@ -146,6 +147,7 @@ print(hashlib.blake2b(repr(problems).encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_every_process_sees_the_same_problems():
     text = to_text(mixture_config(seed=11))
     assert from_text(text) == mixture_config(seed=11)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from rl.tasks.reasoning_gym import import_reasoning_gym
 
 HIDE_PYCOSAT = """
@@ -21,6 +23,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_without_pycosat_everything_but_its_puzzles_works():
     out = run(
         HIDE_PYCOSAT
@@ -54,6 +57,7 @@ def test_a_missing_reasoning_gym_is_named():
     assert "pip install reasoning-gym" in run(code)
 
 
+@pytest.mark.slow
 def test_a_library_that_is_imported_later_is_the_real_one():
     gym = import_reasoning_gym()
     from reasoning_gym.algorithmic import game_of_life

@@ -67,6 +67,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packing", [ROWS["padded"], *(pytest.param(ROWS[name], marks=pytest.mark.full) for name in ("packed", "trees"))]
 )

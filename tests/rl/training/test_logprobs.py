@@ -50,6 +50,7 @@ def differences(policy: Any, params: Any, temperature: float, row_multiple: int)
     return np.concatenate([scored[i, first : first + len(r.tokens)] - r.logprobs for i, (first, r) in enumerate(parts)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "row_multiple"), [(1.0, 1), (0.7, 64)])
 def test_in_float32_on_a_cpu_they_are_equal_to_the_bit(temperature: float, row_multiple: int):
     policy = tiny_policy(VOCAB, num_layers=2)
@@ -57,6 +58,7 @@ def test_in_float32_on_a_cpu_they_are_equal_to_the_bit(temperature: float, row_m
     assert len(found) > 100 and not found.any()
 
 
+@pytest.mark.slow
 def test_with_experts_they_are_equal_to_the_bit_too():
     policy = tiny_policy(VOCAB, num_layers=2)
     assert isinstance(policy.block, Block.Config)
@@ -66,6 +68,7 @@ def test_with_experts_they_are_equal_to_the_bit_too():
     assert len(found) > 100 and not found.any()
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_in_bfloat16_they_are_close():
     """The published bound: 5e-3 on average, 0.1 on any token (0 where both programs round alike, as here)."""
@@ -74,6 +77,7 @@ def test_in_bfloat16_they_are_close():
     assert len(found) > 100 and within(found.mean(), 5e-3) and within(found, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_of_float32_factors_is_unrounded_in_the_engine_too(tied: bool):
@@ -95,6 +99,7 @@ def test_a_head_of_float32_factors_is_unrounded_in_the_engine_too(tied: bool):
     assert types_read(RolloutEngine.Config(model=holder.policy))("/".join(name), np.dtype("float32")) == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("products", [False, pytest.param(True, marks=pytest.mark.full)])  # slow to compile on CPUs
 def test_low_rank_and_rounded_weights_are_made_for_the_engine_before_it_draws(products: bool):
     policy = tiny_policy(VOCAB, num_layers=2)

@@ -93,6 +93,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_no_operation_changes_a_bit(whole: Path, tmp_path: Path):
     plain = tiny_experiment(num_steps=STEPS, evaluation=None)
     plain.trainer.set(watchdog=None)
@@ -103,6 +104,7 @@ def test_no_operation_changes_a_bit(whole: Path, tmp_path: Path):
     assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_goodput_accounts_for_the_whole_session(whole: Path):
     told = read_rows(whole / "run" / "events.jsonl")
@@ -158,6 +160,7 @@ def test_writers_get_every_row(whole: Path):
     assert read_rows(whole / "run" / "copies-0.jsonl") == rows_of(whole / "run")
 
 
+@pytest.mark.slow
 def test_a_wrong_bit_is_found_and_nothing_is_saved(tmp_path: Path):
     """The step of the loop is replaced by one whose second result of a check has another bit."""
     cfg = tiny_experiment(evaluation=None)
@@ -190,6 +193,7 @@ def submit_live(roles: Roles, live: int) -> None:
         assert roles.controller.submit(lease.id, tuple(groups))
 
 
+@pytest.mark.slow
 def test_the_step_is_compiled_for_the_rows_that_batches_can_have_and_no_more(tmp_path: Path):
     cfg = tiny_experiment(evaluation=None)
     cfg.trainer.set(row_multiple=2)

@@ -168,6 +168,7 @@ def test_packed_rows_have_the_gradient_of_each_rollout_by_itself(name: str):
     assert_close(gradient, expected)
 
 
+@pytest.mark.slow
 def test_packed_rows_have_the_metrics_and_the_gradient_of_padded_ones():
     objective = OBJECTIVES["grpo"].build()
     batches, figures = microbatches(objective, chunks=4, rows=ONE_LENGTH)

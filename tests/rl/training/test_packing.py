@@ -37,6 +37,7 @@ def packings(draw: st.DrawFn) -> Packing:
     ).build(max_prompt_tokens=MAX_PROMPT, max_new_tokens=MAX_NEW)
 
 
+@pytest.mark.slow
 @given(updates(), packings(), st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
 def test_every_rollout_is_in_one_row_and_every_row_has_room(groups: list[Sizes], packing: Packing, shards: int):

@@ -47,6 +47,7 @@ def test_batches_have_the_described_arrays(preset):
     assert {n: (a.shape, a.dtype) for n, a in batch.items()} == {n: (a.shape, a.dtype) for n, a in described.items()}
 
 
+@pytest.mark.slow
 def test_the_described_step_takes_a_real_batch():
     trainer = tiny_experiment().build().trainer_cfg
     mesh = make_mesh({})
@@ -89,6 +90,7 @@ def test_sequences_longer_than_the_positions_are_refused():
         trainer.program(make_mesh({}))
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches():
     trainer = tiny_experiment().build().trainer_cfg
@@ -108,6 +110,7 @@ def test_the_losses_of_a_router_reach_the_policy_in_shares_of_the_microbatches()
     np.testing.assert_allclose(float(whole - half), sum(losses) / 2, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_neither_rows_nor_chunks_change_an_update():
     """The loss's gradient from whole groups at once, and from rows of two samples each with the head in three parts."""
@@ -168,6 +171,7 @@ def test_heads_that_cannot_be_in_tiles_are_refused(wrong: int):
         tiny_experiment().build().trainer_cfg.clone(head_tile=wrong).check_fields()
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_scoring_in_chunks_gives_the_same_parts():
     trainer = tiny_experiment().build().trainer_cfg

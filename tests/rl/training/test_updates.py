@@ -122,6 +122,7 @@ def furthest(one: Any, other: Any) -> float:
     return max(float(np.abs(x - y).max()) for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_updates_are_the_steps_made_by_hand(tmp_path: Path):
     """Two mini-batches, two epochs, clip to pi_old and KL to the reference, which both stay those of the start.

@@ -26,6 +26,7 @@ MIXTURE = TaskMixture.Config(
 )
 
 
+@pytest.mark.slow
 def test_scores_are_reasoning_gyms_own():
     mixture = MIXTURE.build()
     problems = [mixture.train(i) for i in range(60)]
@@ -61,6 +62,7 @@ def test_a_function_is_a_scorer_by_its_name():
     assert scorer.score(0, "ab12") == 0.5
 
 
+@pytest.mark.slow
 def test_a_scorer_that_takes_any_answer_is_not_asked():
     life = TaskMixture.Config(families=(TaskFamily.Config(name="game_of_life_halting"),))
     scorer, problem = ReasoningGymScorer.Config(mixture=life).build(), life.build().problem(0)

@@ -101,6 +101,7 @@ def test_processes_inherit_no_secrets(monkeypatch: pytest.MonkeyPatch):
 FORGED = ("pickle", "message", "huge", "status", "reward", "number", "terms", "seconds")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [f"forge-{kind}" for kind in FORGED])
 def test_what_a_process_writes_is_checked(verifier: Verifier, tmp_path: Path, answer: str):
     evidence = tmp_path / "evidence"

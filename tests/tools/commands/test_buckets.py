@@ -62,6 +62,7 @@ def trained(server: BucketServer) -> dict[str, Any]:
     return tiny_trainer(8, keep_best=best).build().run(RUN, progress=False)
 
 
+@pytest.mark.slow
 def test_a_run_is_read_by_its_url(
     trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -78,6 +79,7 @@ def test_a_run_is_read_by_its_url(
         restore_params(f"{RUN}@7")
 
 
+@pytest.mark.slow
 def test_runs_are_listed_and_watched_by_their_urls_and_nothing_is_written(
     trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -143,6 +145,7 @@ def test_the_policies_of_a_run_in_a_bucket_are_listed_and_reported(
     assert "2 policies" in printed and "lr=1" in printed and "lr=2" in printed
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_done_again_on_another_machine(
     trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -152,6 +155,7 @@ def test_a_finished_run_is_not_done_again_on_another_machine(
     assert again["before"] and again["loss"] == trained["loss"]
 
 
+@pytest.mark.slow
 def test_models_are_exported_to_a_bucket_and_read_from_it(
     trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -225,6 +229,7 @@ def test_offloaded_versions_go_to_a_bucket(server: BucketServer, monkeypatch: py
     assert text == "manifest" and [array.tolist() for _, _, array in shards] == [[0.0, 1.0, 2.0, 3.0]]
 
 
+@pytest.mark.slow
 def test_roles_on_other_machines_need_a_common_disk(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     job = RLRun(registry.get("demo").build())

@@ -135,6 +135,7 @@ def judged(endpoint: Endpoint) -> RLExperiment.Config:
     return tiny_experiment(verifier=Verifier.Config(processes=1, scorer=judge))
 
 
+@pytest.mark.slow
 def test_eval_of_a_strangers_run_sends_nothing_unless_the_user_allows_it(
     endpoints: tuple[Endpoint, Endpoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -116,6 +116,7 @@ def checkpoint(folder: Path) -> Path:
     return folder / "checkpoints" / "1"
 
 
+@pytest.mark.slow
 def test_names_and_pickles_in_a_checkpoint_are_not_followed(tmp_path: Path):
     """Orbax's metadata name handlers and types; its loaders of other forms look for pickles."""
     step = checkpoint(tmp_path / "run")
@@ -136,6 +137,7 @@ def test_names_and_pickles_in_a_checkpoint_are_not_followed(tmp_path: Path):
     assert said.startswith("CheckpointError") or "embed" in said or "head" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "scheme"),
     [
@@ -200,6 +202,7 @@ def test_pickles_in_a_folder_of_tokens_are_not_read(tmp_path: Path, index: str):
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.slow
 def test_an_extension_type_in_a_table_is_not_unpickled(tmp_path: Path):
     """Arrow and Parquet files may carry the pickle of a Python type (CVE-2023-47248)."""
     mark = pickle.dumps(Payload(tmp_path / "mark"))
@@ -223,6 +226,7 @@ said = [main(words.split()) for words in sys.argv[1:]]
 """
 
 
+@pytest.mark.slow
 def test_a_model_directory_runs_none_of_the_code_that_it_brings(tmp_path: Path):
     """`auto_map` names a class beside the weights, which are pickled: both would run in transformers or torch."""
     model = tmp_path / "model"
@@ -245,6 +249,7 @@ def test_a_model_directory_runs_none_of_the_code_that_it_brings(tmp_path: Path):
     assert watched(tmp_path, COMMANDS, *words)["said"] == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [f"{EVIL}:C", f"axlearn_like.learner:Optax\ndirection: {EVIL}:f()"])
 def test_a_run_directory_that_was_changed_runs_nothing(tmp_path: Path, text: str):
     run = tmp_path / "run"

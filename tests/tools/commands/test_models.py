@@ -69,6 +69,7 @@ def test_a_directory_is_a_model_too(tmp_path):
         CliRunner().invoke(command, ["show", str(tmp_path)], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_the_way_to_train_on_devices_is_shown_or_why_there_is_none():
     found = answer("show", "Qwen3-8B", "--length", "2048", "--topology", "v5p:2x2x1")
     assert found["sft"]["method"] == "full" and found["sft"]["holds"]["parameters"] == PARAMETERS

@@ -79,6 +79,7 @@ def serving(*arguments: str) -> Iterator[Served]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_run_is_served_and_sigterm_lets_it_finish(run_dir: Path) -> None:
     with serving(str(run_dir), "--set", f"max_new_tokens={LONG}", "--warmup", "full") as served:
         assert served.line.startswith("serving 'mine' (weights after 2 updates) at http://127.0.0.1:")
@@ -202,6 +203,7 @@ def test_a_directory_whose_config_is_no_text_is_refused(tmp_path: Path, capsys: 
     assert f"cannot read {tmp_path / 'config.txt'}" in refusal(capsys, str(tmp_path), "--port", "0")
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_dir / "checkpoints" / "rl" / "2" / "params"
     path = max(folder.glob("**/d/*"), key=lambda p: p.stat().st_size)

@@ -44,6 +44,7 @@ def start(run_dir: Path, state: Path) -> tuple["subprocess.Popen[str]", str, str
     return process, found[1], found[2]
 
 
+@pytest.mark.slow
 def test_what_it_prints_is_a_client_and_the_key_stays(run_dir: Path, tmp_path: Path) -> None:
     keys: list[str] = []
     for _ in range(2):

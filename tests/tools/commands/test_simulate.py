@@ -33,6 +33,7 @@ def test_rates_cost_and_advice(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_fleets_are_searched_by_time_and_by_cost(capsys: pytest.CaptureFixture[str]):
     priced = ["--duration", "worker_price=10", "--search", "workers=1..3"]
     by_time, by_cost = (said(capsys, *priced, "--objective", one)["fleets"] for one in ("time", "cost"))

@@ -51,6 +51,7 @@ def test_what_cannot_be_read_is_refused(given: list[str], message: str):
         read_over(given)
 
 
+@pytest.mark.slow
 def test_policies_are_all_combinations_named_by_field_and_value():
     cfg = tiny_policies({})
     found = swept(cfg, read_over(["learner.schedule.lr=1e-4,3e-4", "seed=0,1,2"]))
@@ -99,6 +100,7 @@ def test_the_plan_shows_edits_updates_and_tokens_of_each():
     assert plan_sheet(cfg).title == "2 policies of one base"
 
 
+@pytest.mark.slow
 def test_the_command_plans_and_refuses_with_what_to_add(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

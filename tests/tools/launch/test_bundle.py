@@ -136,6 +136,7 @@ def test_code_without_its_checkout_is_refused(tmp_path: Path):
         make_bundle(CFG, {}, root=tmp_path)
 
 
+@pytest.mark.slow
 def test_the_written_folder_holds_one_submission_whose_code_runs(tmp_path: Path, checkout: Path):
     folder = tmp_path / "out"
     for name in ("first", "second"):

@@ -51,6 +51,7 @@ def container(jobset: Manifest) -> Manifest:
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_is_what_is_stored(name: str, plans: dict[str, LaunchPlan]):
     now, path = golden_text(CASES[name], plans[name]), DIRECTORY / f"{name}.txt"

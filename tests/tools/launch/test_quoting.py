@@ -193,6 +193,7 @@ def found_in(output: bytes) -> tuple[list[str], dict[str, str]]:
     return words, variables
 
 
+@pytest.mark.slow
 @given(TEXT, TEXT, TEXT)
 @example("$(touch hit)", "$(POD_IP)$$", "'`touch hit`'\n\"")
 @settings(max_examples=25, deadline=None)
@@ -217,6 +218,7 @@ def test_words_variables_and_setup_pass_through_a_manifest_and_its_container(
         assert os.listdir(folder) == ["run"], "nothing ran"
 
 
+@pytest.mark.slow
 @given(TEXT, TEXT)
 @example("$(touch hit)", "a\n'$x`touch hit`")
 @settings(max_examples=15, deadline=None)

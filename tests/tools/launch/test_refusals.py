@@ -130,6 +130,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_refused_and_nothing_is_written(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments, message = CASES[case]
@@ -193,6 +194,7 @@ def test_names_that_kubernetes_takes_are_taken(image: str):
     Launch.Config(experiment="demo", devices="v6e:1x1", image=image, env=env, secret_env={"A": "a.b/K_.-1"}).check()
 
 
+@pytest.mark.slow
 def test_a_function_may_return_the_submission_and_options_replace_its_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -239,6 +241,7 @@ def test_a_run_that_was_not_launched_is_named(subcommand: str, tmp_path: Path, c
     assert f"no run was launched in {tmp_path / 'none'}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "thesis.txt").write_text("mine")
     assert cli.main(["launch", *TRAIN, "--dry-run", str(tmp_path)]) == 2
@@ -246,6 +249,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_planned_as_it_fits_its_devices():
     """Whole on each of eight chips it would need 120 GiB of 16."""
     rows = "tools.bench.doctor.supervised:RandomRows"

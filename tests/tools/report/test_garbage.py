@@ -60,6 +60,7 @@ def check(run: Path) -> str:
     return page.text
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_in_any_record_gives_a_page(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
@@ -114,6 +115,7 @@ PARTS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PARTS)
 @pytest.mark.parametrize("part", [*ROWS, "config.txt", "report.json", "skipped.jsonl", "rollouts/eval_after.jsonl"])
 def test_any_file_may_be_garbage(whole: Path, tmp_path: Path, part: str, kind: str) -> None:

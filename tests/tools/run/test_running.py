@@ -41,6 +41,7 @@ def test_a_run_returns_its_rows_and_a_second_call_returns_at_once(tmp_path: Path
     assert done.report()._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
 
 
+@pytest.mark.slow
 def test_an_experiment_by_name_is_edited_interrupted_resumed_and_asked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -107,5 +108,6 @@ def test_a_config_is_a_tree_of_fields_in_markup():
     assert "&lt;" not in tiny_experiment()._repr_html_().replace("&lt;function", "")
 
 
+@pytest.mark.slow
 def test_figures_are_plotted_without_a_window():
     assert "data:image/png;base64," in plot_rows([{"step": 1, "a": 2.0}, {"step": 2, "b": 1.0}], ["a", "b"])

@@ -49,6 +49,7 @@ def both(path: Path) -> Standing:
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ended", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_supervised_run_runs_dies_is_stopped_and_finishes(
     ended: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -77,6 +78,7 @@ def test_a_supervised_run_runs_dies_is_stopped_and_finishes(
     assert (both(run).state, both(run).progress) == ("finished", "12 of 12")
 
 
+@pytest.mark.slow
 def test_an_rl_run_is_running_then_stopped_then_finished(tmp_path: Path) -> None:
     job, seen = RLRun(tiny_experiment(num_steps=3).build(), say=lambda line: None), list[Standing]()
 
@@ -126,6 +128,7 @@ def test_what_is_no_lock_is_none(tmp_path: Path, lock: str) -> None:
     assert both(run).state == "stopped"
 
 
+@pytest.mark.slow
 def test_two_hundred_runs_are_listed_for_less_than_reading_twenty(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

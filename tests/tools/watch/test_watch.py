@@ -177,6 +177,7 @@ def test_a_follower_sees_what_a_load_sees_also_after_a_repair(tmp_path: Path) ->
     assert len(follower.read().metrics) == 9
 
 
+@pytest.mark.slow
 def test_without_a_terminal_lines_are_printed_and_ctrl_c_is_no_failure(tmp_path: Path) -> None:
     run = tmp_path / "tiny"
     with stopped_in_the_middle(run) as process:
@@ -189,6 +190,7 @@ def test_without_a_terminal_lines_are_printed_and_ctrl_c_is_no_failure(tmp_path:
         assert process.poll() is None
 
 
+@pytest.mark.slow
 def test_on_a_terminal_that_is_resized_until_the_run_dies(tmp_path: Path) -> None:
     run, screen = tmp_path / "tiny", b""
 

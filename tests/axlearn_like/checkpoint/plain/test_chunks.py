@@ -27,6 +27,7 @@ def random(shape, dtype, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(), (5000,), (3, 4100), (3, 4, 5, 6)])
 def test_the_checksum_of_parts_is_that_of_the_array(shape, dtype):

@@ -52,6 +52,7 @@ def check(kernel: Kernel, rules: ScoreRules, sinks: bool, x: reference.Inputs, c
         np.testing.assert_allclose(grads[name][index], slope, rtol=1e-3, atol=2e-4, err_msg=f"{name}{index}")
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("kind", RULES)
 def test_xla_is_the_equation(kind):
@@ -59,6 +60,7 @@ def test_xla_is_the_equation(kind):
     check(Xla.Config().build(), *RULES[kind], x)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("kind, fused, long", [("window, cap, sinks", False, False), ("causal", True, True)])
 def test_splash_is_the_equation(kind, fused, long, monkeypatch):
@@ -72,6 +74,7 @@ def test_splash_is_the_equation(kind, fused, long, monkeypatch):
     check(kernel.build(), rules, sinks, x, count=2)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("kind", ["causal", "window", "both cp_size"])
 def test_what_cudnn_is_asked_is_the_equation(kind):
@@ -122,6 +125,7 @@ def test_the_backward_pass_is_fused_while_the_parts_of_dq_are_few(length, fused,
     assert Splash.Config(fused_backward=not fused).build().sizes((length, length)).fused != fused
 
 
+@pytest.mark.slow
 def test_products_of_a_long_row_are_counted_by_the_blocks_of_each_pass():
     """Two forward; five backward in one pass by larger blocks, or three and four. Blocks above the diagonal: none."""
     length, width = 16_384, 128

@@ -113,6 +113,7 @@ def by_context(context: PackedGroupContext, q: Any, k: Any, v: Any, w: Any, rule
     return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @given(trees(), st.sampled_from(list(ATTENTION)))
 @settings(max_examples=25, deadline=None)
@@ -136,6 +137,7 @@ def test_values_and_gradients_are_those_of_each_path_in_float64(tree: tuple[list
         np.testing.assert_allclose(slope[0], gradient, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tree_of_one_segment_each_has_the_bits_of_completions():
     """Masks by `starts` and by `ends` are equal, and so are values and gradients."""
     segments: Segments = [(0, -1, 4), (0, -1, 7), (1, -1, 1), (1, -1, 6)]
@@ -204,6 +206,7 @@ def signature(rows: SharedPrefixTrees, platform: str = "tpu", window: int | None
     return AttentionSignature(platform, dtype, rows.length, 8, 4, 128, 128, rules, shared_prefix=rows)
 
 
+@pytest.mark.slow
 def test_the_kernel_of_trees_and_why_others_are_refused():
     first, rows = FirstSupported.Config().build(), SharedPrefixTrees(1024, 7168)
     assert isinstance(choose(first, signature(rows)).kernel, Splash)
@@ -221,6 +224,7 @@ def test_the_kernel_of_trees_and_why_others_are_refused():
         context.attend(x[..., None, :], x, x, None, params)
 
 
+@pytest.mark.slow
 def test_blocks_of_other_branches_are_not_computed():
     """The kernel's tables, which the program makes of the codes: a block of queries is led to its own path alone."""
     lengths, rows = [128, 128, 128, 128, 256], SharedPrefixTrees(128, 768)

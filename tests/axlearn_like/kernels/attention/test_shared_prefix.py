@@ -145,6 +145,7 @@ def mixed(kernel: Kernel, x: dict[str, np.ndarray], rules: ScoreRules, case: Any
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(x["q"], x["k"], x["v"])
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     ("case", "fused", "cap"),
@@ -179,6 +180,7 @@ class CudnnByXla(Cudnn):
         return super().supported(gpu)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("case", [one_group, pytest.param(two_groups, marks=pytest.mark.full)])
 def test_what_cudnn_is_asked_is_what_xla_makes_of_a_group(arrays, case):

@@ -29,6 +29,7 @@ def described(count: int, chunk: int, pages: int = 128) -> Any:
     return PagedRows(q, heads, heads, *integers)
 
 
+@pytest.mark.slow
 def test_one_kernel_serves_tokens_chunks_and_whole_rows():
     rules, pool = ScoreRules(), array(1001, PAGE, 16, 128)
     paged = partial(exact_paged_attention, rules=rules)

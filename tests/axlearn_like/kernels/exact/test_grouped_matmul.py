@@ -23,6 +23,7 @@ def product(x: np.ndarray, stack: np.ndarray, sizes: list[int], **options: Any) 
     return np.asarray(exact_grouped_matmul(*arrays, 1, interpret=True, **options))[: sum(sizes)]
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("columns", [20, 128])
 def test_rows_are_multiplied_with_their_groups_matrix_of_the_layer(columns: int):
@@ -37,6 +38,7 @@ def test_rows_are_multiplied_with_their_groups_matrix_of_the_layer(columns: int)
     np.testing.assert_allclose(halves[0] + halves[1], found, atol=2e-6 * np.abs(right[0]).max())
 
 
+@pytest.mark.slow
 def test_a_row_has_its_bits_in_any_batch():
     stack, x = numbers(2, GROUPS, DEPTH, 20, seed=1), numbers(2 * ROWS, DEPTH)
     whole = product(x, stack, [0, 2 * ROWS, 0])

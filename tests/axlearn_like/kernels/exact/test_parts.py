@@ -55,6 +55,7 @@ def test_other_numbers_of_devices_are_refused():
         check_devices("heads", {"sequence": 2, "tensor": 8})
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_devices_and_rows_change_no_bit():
     alone = computed({})

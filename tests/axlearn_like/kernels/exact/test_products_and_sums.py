@@ -36,6 +36,7 @@ def check_rows(run: Callable[[jax.Array], jax.Array], x: jax.Array, counts: list
             np.testing.assert_array_equal(run(x[place : place + count]), whole[place : place + count])
 
 
+@pytest.mark.slow
 def test_products_are_those_of_float64_and_rows_have_their_bits_in_any_batch():
     x, run = numbers(ROWS + 9, DEPTH + 88), product(jnp.float32)
     right = np.asarray(x, np.float64) @ np.asarray(numbers(DEPTH + 88, 72), np.float64)

@@ -92,6 +92,7 @@ SHAPES: dict[str, Any] = {
 DEFAULT = ("two items a row, heads of 80, rank 130",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.full] * (one not in DEFAULT)) for one in SHAPES])
 def test_against_attention_to_the_keys_and_values_in_float64(name: str):
     starts, counts, chunk, fields = SHAPES[name]

@@ -39,6 +39,7 @@ def expected(x: Any, factors: GLUFactors) -> Any:
     return gate / (1 + np.exp(-gate)) * up @ factors.down_a @ factors.down_b
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "units"), [(520, 384), pytest.param(512, 640, marks=pytest.mark.full)], ids=["one tile", "five tiles"]
 )

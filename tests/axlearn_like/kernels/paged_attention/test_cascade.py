@@ -30,6 +30,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.full] * (one != "float32")) for one in CASES])
 @pytest.mark.parametrize("pages", [1, pytest.param(100, marks=pytest.mark.full)])  # of a block
 def test_against_plain_attention_in_float64(name: str, pages: int):

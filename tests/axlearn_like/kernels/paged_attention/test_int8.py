@@ -51,6 +51,7 @@ CASES = {
 DEFAULT = ("chunks",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.full] * (one not in DEFAULT)) for one in CASES])
 def test_against_attention_to_the_rounded_keys_and_values_in_float64(name: str):
     case = CASES[name]

@@ -34,11 +34,13 @@ def run(case: Case) -> tuple[np.ndarray, np.ndarray]:
 EVERY_RUN = ("chunks", "window, cap, scale", "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in EVERY_RUN)) for n in CASES])
 def test_against_plain_attention_in_float64(name: str):
     CASES[name].check(*run(CASES[name]), tolerance=2e-5)
 
 
+@pytest.mark.slow
 def test_dead_tokens_are_zero_and_rows_do_not_depend_on_each_other():
     case = CASES["chunks"]
     mixed, _ = run(case)

@@ -32,6 +32,7 @@ def build(cfg: Attention.Config):
     return initialise(cfg.clone(dim=DIM))
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_equation(kind):
@@ -46,6 +47,7 @@ def test_it_is_the_equation(kind):
     np.testing.assert_allclose(y[0], expected, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_with_merged_head_axes_give_the_same_bits(kind):
     graphdef, params = build(Attention.Config(**KINDS[kind]))

@@ -64,6 +64,7 @@ def drawn(rows: int = ROWS, length: int = 1) -> jax.Array:
     return jnp.asarray(np.random.default_rng(5).normal(size=(rows, length, DIM)).astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [

@@ -136,6 +136,7 @@ def expected(policy: Policy) -> np.ndarray:
     return policy.scored(policy.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_scoring_is_a_plain_forward_pass(policy: Policy, expected: np.ndarray):
     """Scoring against another context, with another order of sums: equal up to rounding."""
@@ -145,6 +146,7 @@ def test_scoring_is_a_plain_forward_pass(policy: Policy, expected: np.ndarray):
     np.testing.assert_allclose(expected, plain, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "length"), [(1, 100), (7, 163), pytest.param(48, 128, marks=pytest.mark.full)])
 def test_scoring_is_the_same_in_any_batch_and_behind_any_padding(
     policy: Policy, expected: np.ndarray, rows: int, length: int
@@ -155,6 +157,7 @@ def test_scoring_is_the_same_in_any_batch_and_behind_any_padding(
     assert policy.scored(tokens)[:shared, :LENGTH].tobytes() == expected[:shared].tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "rows", "width"),
     [
@@ -169,6 +172,7 @@ def test_prefill_is_the_same_in_chunks_of_any_size(
     assert policy.prefilled(chunk, rows, width).tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "keys", "late"),
     [
@@ -182,6 +186,7 @@ def test_decoding_is_the_same_with_any_number_of_rows_and_any_window(
     assert policy.decoded(rows, keys, late).tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 def test_padding_writes_to_the_null_page_alone(policy: Policy):
     make = partial(make_pool, layers=2, pages=PAGES, page_size=PAGE, kv_heads=policy.kv_heads, head_dim=policy.width)
     table, tokens = np.array([[1, 2], [3, 4]], np.int32), np.zeros((2, 32), np.int32)

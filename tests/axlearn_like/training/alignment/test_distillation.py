@@ -33,6 +33,7 @@ def divergence(teacher: np.ndarray, student: np.ndarray, kept: int) -> float:
     return float(np.sum(p * (np.log(p) - np.log(q))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [1, 3, WORDS, WORDS + 2])
 def test_it_is_the_divergence_of_kept_tokens_and_the_rest(kept: int):
     rng = np.random.default_rng(0)
@@ -56,6 +57,7 @@ def test_it_is_the_divergence_of_kept_tokens_and_the_rest(kept: int):
     np.testing.assert_allclose(same, 0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_more_tokens_say_more_and_certainty_has_a_gradient():
     """The bound grows with the kept tokens up to the whole divergence; nothing is NaN where a teacher is certain."""
     rng = np.random.default_rng(1)

@@ -128,6 +128,7 @@ def of_pairs() -> dict[str, Any]:
     return {"": [*sums.astype(np.float64), *tokens], **jax.device_get(jax.jit(all_of)(*sums[:2]))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRED)
 def test_loss_and_gradient_of_a_pair_are_the_formula_in_float64(name, of_pairs):
     gradient, losses = of_pairs[name]
@@ -138,6 +139,7 @@ def test_loss_and_gradient_of_a_pair_are_the_formula_in_float64(name, of_pairs):
         np.testing.assert_allclose([side[column] for side in gradient], exact, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["with_sft", "orpo"])
 def test_a_batch_is_the_mean_over_its_pairs_and_prompts_have_no_gradient(name, pairs):
     cfg, formula = PAIRED[name]
@@ -175,6 +177,7 @@ def check_metrics(name: str, metrics: Any, pairs: Batch, policy: np.ndarray, ref
     np.testing.assert_allclose(metrics["divergence"], np.mean([k2[r, live[r]].mean() for r in range(COUNT)]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_kto_is_its_formula_and_its_reference_point_has_no_gradient():
     batch = batch_of(Judged.Config(), UnpairedInput)
     policy, reference = drawn_logprobs(batch, 1), drawn_logprobs(batch, 2)
@@ -201,6 +204,7 @@ def test_kto_is_its_formula_and_its_reference_point_has_no_gradient():
         assert metrics["good"] == pytest.approx(3 / COUNT)
 
 
+@pytest.mark.slow
 def test_odds_keep_their_digits_where_a_completion_is_almost_certain():
     for logprob in (-1e-5, -1e-3, -0.1, -5.0, -60.0):
         value, gradient = jax.value_and_grad(log_odds)(jnp.float32(logprob))

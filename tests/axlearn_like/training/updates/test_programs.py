@@ -41,6 +41,7 @@ def held() -> Any:
     return {"w": jnp.float32(np.random.default_rng(0).normal(size=(32, 48)))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3, WIDTH])
 def test_each_has_the_bits_that_it_has_alone(held: Any, count: int):
     program = StepProgram(function)
@@ -52,6 +53,7 @@ def test_each_has_the_bits_that_it_has_alone(held: Any, count: int):
     assert len({float(found["loss"]) for _, found in together}) == count
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_results_are_those_of_the_program_without_a_loop(held: Any):
     program = StepProgram(function)

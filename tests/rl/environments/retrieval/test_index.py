@@ -213,6 +213,7 @@ def test_a_foreign_document_is_refused_in_the_words_of_one_that_is_not_there():
         index.check(1, ["ann"])
 
 
+@pytest.mark.slow
 def test_readers_see_their_own_documents_alone_while_a_writer_changes_all():
     """Document n belongs to tenant n % 4, at all times; versions of a document differ by their vectors."""
     index = TenantIndex(3, SMALL)

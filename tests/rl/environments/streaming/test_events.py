@@ -62,6 +62,7 @@ JSON = st.recursive(
 LINES = st.text(alphabet='a\n\\"é\t<', max_size=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(arguments=st.dictionaries(st.text(min_size=1, max_size=4), LINES | JSON, max_size=4), ascii=st.booleans())
 def test_a_json_call_comes_by_key_and_value_and_texts_by_lines(arguments: dict[str, Any], ascii: bool) -> None:

@@ -51,6 +51,7 @@ def play(tools: tuple[MCPTool.Config, ...], *calls: tuple[str, object]) -> tuple
         shared.close()
 
 
+@pytest.mark.slow
 def test_a_servers_tools_are_shown_by_their_own_schemas(tools: tuple[MCPTool.Config, ...]):
     assert [tool.name for tool in tools][:2] == ["add", "word_count"] and tools[1].remote == "word-count"
     problem = ToolEnvironment.Config(tools=tools, calls=JsonCalls.Config()).prepare(Problem(0, "f", "q", "a", {}))
@@ -61,6 +62,7 @@ def test_a_servers_tools_are_shown_by_their_own_schemas(tools: tuple[MCPTool.Con
     assert function["parameters"]["required"] == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_calls_are_answered_and_errors_are_observations(tools: tuple[MCPTool.Config, ...]):
     seen, figures = play(
         tools,
@@ -88,6 +90,7 @@ def test_calls_are_answered_and_errors_are_observations(tools: tuple[MCPTool.Con
     assert (figures["tool_calls"], figures["tool_errors"]) == (9, 5)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_within_an_episode_is_started_again(tools: tuple[MCPTool.Config, ...]):
     add = ("add", {"a": 2, "b": 3})
     seen, figures = play(tools, ("process", {}), add, add, ("process", {}))
@@ -96,6 +99,7 @@ def test_a_server_that_is_killed_within_an_episode_is_started_again(tools: tuple
     assert again == "5" and first != second and figures["tool_errors"] == 1  # none is made twice: it may have effects
 
 
+@pytest.mark.slow
 def test_no_server_is_left_when_the_episodes_are_over(tools: tuple[MCPTool.Config, ...]):
     cfg = ToolEnvironment.Config(tools=tools, calls=JsonCalls.Config())
     boxes = [cfg.share(), cfg.share()]
@@ -114,6 +118,7 @@ def test_no_server_is_left_when_the_episodes_are_over(tools: tuple[MCPTool.Confi
     assert not Path(f"/proc/{first}").exists()
 
 
+@pytest.mark.slow
 def test_by_http_on_loopback():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -135,6 +140,7 @@ def test_by_http_on_loopback():
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_command_gets_the_variables_that_are_named_and_no_others(
     tools: tuple[MCPTool.Config, ...], monkeypatch: pytest.MonkeyPatch
 ):
@@ -145,6 +151,7 @@ def test_a_command_gets_the_variables_that_are_named_and_no_others(
     assert list(reach(named)) == [f"MCP_TEST_SECRET@run:{sys.executable} {PROGRAM}"]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_used_is_named(tools: tuple[MCPTool.Config, ...]):
     with pytest.raises(UserError, match=r"the server no-such-program x cannot be used: .*no-such-program"):
         mcp_tools(MCPServer.Config(command=("no-such-program", "x")))
@@ -156,6 +163,7 @@ def test_what_cannot_be_used_is_named(tools: tuple[MCPTool.Config, ...]):
         MCPServer.Config().build()
 
 
+@pytest.mark.slow
 def test_a_text_of_somebodys_starts_no_program(tools: tuple[MCPTool.Config, ...], tmp_path: Path):
     command = ("touch", str(tmp_path / "made"))
     mine = tools[1].clone(server=SERVER.clone(command=command))

@@ -17,6 +17,7 @@ def drawn(seed: int, count: int, alphabet: int, group_count: int) -> tuple[np.nd
     return np.minimum((rng.random(count)[:, None] > ends).sum(axis=1), alphabet - 1), groups
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(0, 6000), st.sampled_from((1, 2, 17, 300)), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_symbols_come_back(seed: int, count: int, alphabet: int, group_count: int):
@@ -27,6 +28,7 @@ def test_symbols_come_back(seed: int, count: int, alphabet: int, group_count: in
     np.testing.assert_array_equal(rans.decode(states, words, groups, freqs), symbols)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alphabet", [2, 12, 200])
 def test_bits_are_within_a_hundredth_of_the_entropy(alphabet: int):
     symbols, groups = drawn(1, 400_000, alphabet, 2)

@@ -68,6 +68,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     return received
 
 
+@pytest.mark.slow
 def test_workers_that_follow_fall_behind_or_come_late_read_the_dense_weights(
     deployment: Deployment, written: list[tuple[str, bool]]
 ):
@@ -89,6 +90,7 @@ def test_workers_that_follow_fall_behind_or_come_late_read_the_dense_weights(
     assert client.directory.versions() == [3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("incarnation", ["the same", "another"])
 def test_a_server_that_has_lost_the_base_gets_whole_shards(
     deployment: Deployment, written: list[tuple[str, bool]], incarnation: str

@@ -37,6 +37,7 @@ def address(snapshot: Snapshot) -> int:
     return snapshot.owned[0].array.__array_interface__["data"][0]
 
 
+@pytest.mark.slow
 def test_a_version_without_readers_gives_its_memory_to_the_next(publisher: Publisher):
     seen = []
     for version in range(4):
@@ -48,6 +49,7 @@ def test_a_version_without_readers_gives_its_memory_to_the_next(publisher: Publi
     assert len(set(seen)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", ["snapshot", "array", "device array"])
 def test_a_version_that_is_read_is_not_overwritten(publisher: Publisher, held: str):
     first = publisher.copy(weights(0), 0)

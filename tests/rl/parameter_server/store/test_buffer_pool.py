@@ -6,6 +6,7 @@ import time
 import jax
 import ml_dtypes
 import numpy as np
+import pytest
 
 from rl.parameter_server.store.buffer_pool import BufferPool
 
@@ -27,6 +28,7 @@ def test_memory_comes_back_when_its_last_view_is_gone() -> None:
     assert place % 64 == 0
 
 
+@pytest.mark.slow
 def test_arrays_on_a_device_of_the_cpu_keep_it() -> None:
     memory = BufferPool()
     array = memory.empty((256, 256), np.float32)

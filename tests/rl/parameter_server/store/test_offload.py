@@ -166,6 +166,7 @@ for version in range(1, 1000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_killed_while_saving(checkout: Path, tmp_path: Path, seed: int) -> None:
     pause = random.Random(seed).uniform(0.0, 0.03)
@@ -202,6 +203,7 @@ def test_killed_while_saving(checkout: Path, tmp_path: Path, seed: int) -> None:
     assert offload.retire()[-1] == newest and [path.name for path in tmp_path.iterdir()] == [f"v{newest + 1}"]
 
 
+@pytest.mark.slow
 def test_full_disk(checkout: Path, tmp_path: Path) -> None:
     """A limit on the size of files: writes fail half-way, as on a full disk."""
     script = """

@@ -147,6 +147,7 @@ def test_many_threads_get_their_own_answers(client: RpcClient):
     assert len(connections()) <= 8
 
 
+@pytest.mark.slow
 def test_nothing_of_a_request_is_held_after_its_answer():
     alive: list[weakref.ref[np.ndarray]] = []
 

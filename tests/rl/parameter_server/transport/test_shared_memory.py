@@ -66,6 +66,7 @@ def start() -> Iterator[Callable[[], Other]]:
         other.ends()
 
 
+@pytest.mark.slow
 def test_what_one_process_writes_another_reads_in_place(start: Callable[[], Other]):
     segment = SharedSegment.create(100_000)
     assert segment.buffer.shape == (100_000,) and segment.buffer.dtype == np.uint8 and not segment.buffer.any()
@@ -135,6 +136,7 @@ def test_unlink_takes_the_name_and_leaves_the_memory():
         segment.write(b"x")
 
 
+@pytest.mark.slow
 def test_the_name_goes_with_the_object_and_the_memory_with_its_last_view(start: Callable[[], Other]):
     segment, other = SharedSegment.create(10), start()
     view, name = segment.buffer[2:], segment.name

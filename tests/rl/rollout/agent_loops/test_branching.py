@@ -40,6 +40,7 @@ def cut(rollout: Rollout, sample: int, count: int) -> Rollout:
     return dataclasses.replace(rollout, sample_id=sample, finish_reason="abort", **arrays)
 
 
+@pytest.mark.slow
 def test_samples_share_their_branches_and_continue_each_by_its_own_draws(engine: RolloutEngine):
     rollouts = branched(engine)
     assert [rollout.sample_id for rollout in rollouts] == list(range(SAMPLES))
@@ -60,12 +61,14 @@ def test_samples_share_their_branches_and_continue_each_by_its_own_draws(engine:
         np.testing.assert_array_equal(rollout.logprobs, scored)
 
 
+@pytest.mark.slow
 def test_what_is_shared_is_drawn_once():
     engine = make_engine()
     length = {len(rollout.tokens) for rollout in branched(engine)}.pop()
     assert engine.stats()["generation_tokens"] == 2 * 4 + 4 * 5 + 8 * (length - 9)
 
 
+@pytest.mark.slow
 def test_a_branch_that_ends_before_it_splits_is_the_whole_of_its_samples(engine: RolloutEngine):
     rollouts = branched(engine, SHORT)
     by_root = {root: [r for r in rollouts if parent(parent(r.sample_id, 4), 2) == root] for root in range(2)}
@@ -77,6 +80,7 @@ def test_a_branch_that_ends_before_it_splits_is_the_whole_of_its_samples(engine:
     assert any(len(r.tokens) < 9 for r in rollouts), "a prompt whose branches end late shows nothing"
 
 
+@pytest.mark.slow
 def test_an_aborted_group_is_the_same_once_it_is_drawn_again_or_continued(engine: RolloutEngine):
     expected = branched(engine)
     continued = set[bool]()

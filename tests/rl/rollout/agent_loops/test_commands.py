@@ -45,6 +45,7 @@ def around(completion: Completion) -> Commands:
     assert (yield Generate()) == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_observed_tokens_are_no_actions_and_what_follows_is_drawn_as_if_they_had_been_there(engine: RolloutEngine):
     q = request(3)
@@ -121,6 +122,7 @@ def test_stop_strings_of_a_step_are_its_own(engine: RolloutEngine):
 # ---- waiting
 
 
+@pytest.mark.slow
 def test_no_row_is_idle_while_a_sequence_could_run(engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch):
     """Ten loops on four rows, whose tools take up to eleven iterations each; there are pages for all."""
     before, steps, suspended = engine.stats()["idle_rows"], 0, 0
@@ -172,6 +174,7 @@ def test_a_future_gives_its_result_however_late(engine: RolloutEngine):
     assert_same([one(drain(engine)[number])], [one(run(engine, around))])
 
 
+@pytest.mark.slow
 def test_who_waits_gives_up_its_pages_when_others_need_them():
     engine = make_engine(pages=12)
     future: Future[tuple[int, ...]] = Future()
@@ -313,6 +316,7 @@ def test_join_answers_for_branches_that_have_ended_long_ago_and_for_none(engine:
     assert seen == [[1, 1], []]
 
 
+@pytest.mark.slow
 def test_forks_of_forks_with_few_pages_give_the_same_bits(engine: RolloutEngine):
     def deep(completion: Completion) -> Commands:
         yield Generate(max_new_tokens=3)
@@ -351,6 +355,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(engine: RolloutEngine):
     engine.resume()
 
 
+@pytest.mark.slow
 def test_higher_priority_goes_first_and_equals_in_order():
     engine = make_engine(max_num_seqs=4, steps_per_dispatch=4)
     order = [engine.submit(request(n, samples=4, stop=WHOLE, priority=p)) for n, p in enumerate((0, 1, 0, 2, 1))]

@@ -67,6 +67,7 @@ def worked(place: Place, demonstrations: GroupDemonstrations) -> list[Group]:
     return place.batch()
 
 
+@pytest.mark.slow
 def test_the_last_samples_are_the_answers_and_the_others_are_drawn_as_ever(tmp_path: Path, stepwise: Any):
     """Workers that leave with some tokens drawn, at any moment, change nothing."""
     demonstrations = given()

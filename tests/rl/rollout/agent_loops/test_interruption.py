@@ -54,6 +54,7 @@ def plain(engine: RolloutEngine) -> list[Rollout]:
     return engine.generate([Request(PROMPT, SAMPLES, 11, stop=StopConditions())])
 
 
+@pytest.mark.slow
 def test_words_follow_the_limit_are_no_actions_and_the_rest_is_drawn_behind_them(engine: RolloutEngine):
     rollouts, words = drawn(engine, interrupting()), [ord(character) for character in WORDS]
     own = [n for n, r in enumerate(plain(engine)) if ord("!") in r.tokens[:9]]
@@ -70,6 +71,7 @@ def test_words_follow_the_limit_are_no_actions_and_the_rest_is_drawn_behind_them
         np.testing.assert_array_equal(rollout.logprobs[rollout.action_mask], scored[rollout.action_mask])
 
 
+@pytest.mark.slow
 def test_what_has_ended_its_thinking_is_left_alone(engine: RolloutEngine):
     alone = plain(engine)[0]
     character = Letters().decode(alone.tokens[5:6])

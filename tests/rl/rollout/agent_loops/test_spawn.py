@@ -72,6 +72,7 @@ def test_a_tree_draws_from_its_own_prompts_by_ids_that_follow_from_the_tree(engi
         np.testing.assert_allclose(rollout.logprobs[drawn], scored[drawn], rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"steps_per_dispatch": 1}, {"pages": 12}, {"max_num_seqs": 1}])
 def test_a_tree_is_drawn_again_to_the_bit_in_any_company(engine: RolloutEngine, changes: dict[str, Any]) -> None:
     expected = flat(run(engine, family, samples=2, stop=WHOLE))

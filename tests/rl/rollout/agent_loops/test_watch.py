@@ -64,6 +64,7 @@ def pieces() -> list[Any]:
     return list(run(engine, stepwise, samples=3).rollouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"steps_per_dispatch": 1}, {"steps_per_dispatch": 32}, {"pages": 12}])
 def test_a_draw_ends_where_its_tokens_say_however_it_is_cut_into_dispatches(
     changes: dict[str, Any], pieces: list[Any]

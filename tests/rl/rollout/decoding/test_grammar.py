@@ -43,6 +43,7 @@ def texts(engine: RolloutEngine, requests: list[Request]) -> list[tuple[str, str
     return [(TOKENIZER.decode([t for t in r.tokens if t != TOKENIZER.eos]), r.finish_reason) for r in found]
 
 
+@pytest.mark.slow
 def test_completions_have_the_form_of_their_grammar(engine: RolloutEngine) -> None:
     sources: Any = [("json", SCHEMA), ("regex", "[a-c]{2,5}(x|yz)"), ("lark", 'start: "one" | "two"')]
     kinds = [GRAMMARS.read(*source) for source in sources]
@@ -56,6 +57,7 @@ def test_completions_have_the_form_of_their_grammar(engine: RolloutEngine) -> No
             assert re.fullmatch("[a-c]{2,5}(x|yz)" if index // 2 % 3 == 1 else "one|two", text)
 
 
+@pytest.mark.slow
 def test_what_is_cut_is_the_beginning_of_the_form(engine: RolloutEngine) -> None:
     grammar = GRAMMARS.read("regex", "[0-9]{200}")
     for text, reason in texts(engine, [ask(grammar, n) for n in range(4)]):
@@ -88,6 +90,7 @@ def test_drafts_beside_a_grammar_change_nothing(engine: RolloutEngine) -> None:
     assert drafting.stats()["draft_dispatches"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_logprobs_are_those_within_the_mask(engine: RolloutEngine) -> None:
     """The mask is the definition: words with which the text is the beginning of one that the expression matches."""
@@ -106,6 +109,7 @@ def test_logprobs_are_those_within_the_mask(engine: RolloutEngine) -> None:
         np.testing.assert_allclose(rollout.logprobs, expected, rtol=0, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_stop_tokens_wait_for_the_end_and_a_least_length_gives_way(engine: RolloutEngine) -> None:
     """Neither breaks a form or a request, as in reports #42403 and #53665 of vLLM."""
     eager = tuple((token, 30.0) for token in (TOKENIZER.eos, 65))
@@ -141,6 +145,7 @@ def test_what_is_no_grammar_is_refused(kind: Any, grammar: Any) -> None:
     assert 0 < len(str(caught.value)) <= 300
 
 
+@pytest.mark.slow
 def test_a_grammar_that_cannot_go_on_fails_its_request_alone(engine: RolloutEngine) -> None:
     """Tokens that it does not allow stand for a limit of the library's, which is beyond a small model."""
     grammar = GRAMMARS.read("regex", "[0-9]{9}")

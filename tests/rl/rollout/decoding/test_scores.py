@@ -49,6 +49,7 @@ def assert_scores(scores: TokenScores | None, tokens: np.ndarray, logits: np.nda
     assert ((scores.ranks > surely) & (scores.ranks <= perhaps + 1)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_scores_are_those_of_the_model_whatever_the_rules_and_change_nothing(engine: RolloutEngine) -> None:
     rules = [None, Sampler.Config(temperature=0.0), Sampler.Config(temperature=1.7, top_k=3), PENALTIES]
@@ -65,6 +66,7 @@ def test_scores_are_those_of_the_model_whatever_the_rules_and_change_nothing(eng
                 assert_scores(scores, rollout.tokens, logits)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_processed_scores_are_of_the_distribution_drawn_from(engine: RolloutEngine) -> None:
     sampler = Sampler.Config(temperature=0.5, top_k=4)
@@ -87,6 +89,7 @@ def prompt_logits(prompt: Prompt) -> np.ndarray:
     return plain_logits(params(), [(first, rollout)])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     "changes",
@@ -112,6 +115,7 @@ def test_prompts_are_scored_whatever_is_cached_or_preempted_and_nothing_else_cha
             assert output.prompt_scores is None
 
 
+@pytest.mark.slow
 def test_a_prompt_can_be_scored_alone(engine: RolloutEngine) -> None:
     drawn = engine.stats()["generation_tokens"]
     alone = StopConditions(STOP, max_new_tokens=0)
@@ -124,6 +128,7 @@ def test_a_prompt_can_be_scored_alone(engine: RolloutEngine) -> None:
         engine.submit(Request(make_prompt(3, 3), stop=alone))
 
 
+@pytest.mark.slow
 def test_a_stop_token_is_not_drawn_before_the_least_length_and_a_string_does_not_count(engine: RolloutEngine) -> None:
     """The tokens before are those of a request that has no stop tokens, under a distribution without them."""
     least = 9

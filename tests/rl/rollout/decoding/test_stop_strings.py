@@ -44,6 +44,7 @@ def in_turns(stop: StopText, tokens: list[int], sizes: list[int]) -> int | None:
     return None
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(STRINGS, TOKENS, st.lists(st.integers(1, 9), min_size=1, max_size=4))
 @example(("€",), [*BYTES.encode("a" * 30), *BYTES.encode("€")], [1])

@@ -49,6 +49,7 @@ def test_a_single_sequence_decodes_beside_an_idle_row_where_weights_would_be_cop
     assert drawn[0] == drawn[1] or dtype == "float32"  # which sums a single row in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_kernels_do_not_grow_with_layers(kind):
     few, many = compiled(kind, 4), compiled(kind, 6)

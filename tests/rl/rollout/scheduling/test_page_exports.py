@@ -37,6 +37,7 @@ def interrupted(engine: RolloutEngine) -> tuple[Request, np.ndarray]:
     return dataclasses.replace(REQUEST, partial=(rollout,)), np.concatenate([REQUEST.prompt.tokens, rollout.tokens])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [None, pytest.param(test_engine_routing.RECORDING, marks=pytest.mark.full)])
 def test_a_request_goes_on_in_another_engine_without_prefill(model: Any):
     changes = {} if model is None else {"model": model}
@@ -82,6 +83,7 @@ def test_pages_move_to_another_process():
     assert_same([rollout], make_engine().generate([REQUEST]))
 
 
+@pytest.mark.slow
 def test_pages_are_exported_from_the_tiers_too(tmp_path: Path):
     """A pool so small that the pages have left it, host memory too small for all of them."""
     tiers = HostTiers.Config(host_bytes=6 * 1032, disk=str(tmp_path))  # six on their way at once fit

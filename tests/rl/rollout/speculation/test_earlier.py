@@ -87,6 +87,7 @@ def test_earlier_rollouts_change_no_bit(name: str):
         assert accepted > 5
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), order=st.permutations(range(len(REQUESTS))))
 def test_any_earlier_rollouts_change_no_bit(seed: int, order: list[int]):
@@ -102,6 +103,7 @@ def test_any_earlier_rollouts_change_no_bit(seed: int, order: list[int]):
     assert_same(found, [one for n in order for one in expected()[n]])
 
 
+@pytest.mark.slow
 def test_earlier_rollouts_of_few_samples_and_of_more():
     for count in (1, 5):
         earlier = [tuple((one.earlier * 5)[:count]) for one in with_earlier(lambda tokens: tokens)]
@@ -138,6 +140,7 @@ def test_a_neighbouring_policy_draws_mostly_the_same_and_other_keys_do_not():
     assert shares[0] > 0.7 and shares[1] < 0.2
 
 
+@pytest.mark.slow
 def test_partial_rollouts_go_on_with_drafts_behind_them():
     asked = dataclasses.replace(request(5), stop=StopConditions())
     whole = engine().generate([asked])

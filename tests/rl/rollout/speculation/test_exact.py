@@ -63,6 +63,7 @@ def drafting(rollouts: list[Rollout], wrong: float = 0.0, seed: int = 0, highest
     return engine()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_drafts_change_no_bit(wrong: str):
     engine = drafting(expected(), WRONG[wrong])
@@ -81,6 +82,7 @@ def test_drafts_change_no_bit(wrong: str):
         assert share < 0.05 and drafted > tokens
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     wrong=st.floats(0, 1),
@@ -105,6 +107,7 @@ def test_any_drafts_at_any_time_change_no_bit(wrong: float, seed: int, order: li
     assert engine.stats()["preemptions"] > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["keep_cache", "recompute"])
 def test_weights_that_change_in_flight_draw_from_where_they_changed(swap: Swap):
     """The swap comes after as many tokens without drafts as with them, an even number."""
@@ -128,6 +131,7 @@ def swapped(engine: RolloutEngine, asked: Request, swap: Swap, due: Callable[[in
     return output.rollouts
 
 
+@pytest.mark.slow
 def test_agent_loops_get_what_they_would_without_drafts():
     def answer(sample: Any) -> Generator[Any, Any, None]:
         yield Generate(max_new_tokens=2)

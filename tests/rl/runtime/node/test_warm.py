@@ -195,6 +195,7 @@ with warm.serve_node():
 """
 
 
+@pytest.mark.slow
 def test_a_socket_whose_driver_was_killed_goes_with_the_next_driver(checkout: Path):
     environment = {name: value for name, value in os.environ.items() if name not in (VARIABLE, "RAY_ADDRESS")}
     given: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": checkout}

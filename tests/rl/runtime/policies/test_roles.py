@@ -252,6 +252,7 @@ def test_each_role_has_the_update_of_its_own_tokens_played_by_hand(whole: Path, 
     assert parameters(whole / "policies" / "a") != parameters(whole / "policies" / "b")
 
 
+@pytest.mark.slow
 @pytest.mark.full  # by the number of requests: test_what_a_lost_worker_had_played_is_played_again_to_the_same_bits
 def test_each_episode_is_played_once_for_both(whole: Path):
     drawn = {name: events(whole / "policies" / name, "generate") for name in "ab"}
@@ -285,6 +286,7 @@ def drain(worker: PoliciesWorker, one: Fleet) -> None:
         assert time.monotonic() < until
 
 
+@pytest.mark.slow
 def test_what_a_lost_worker_had_played_is_played_again_to_the_same_bits(tmp_path: Path):
     with fleet(tmp_path / "whole", GAMES["both"]) as one:
         worker = one.worker("w")

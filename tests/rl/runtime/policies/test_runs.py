@@ -45,6 +45,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "policies"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["other-seed", *(pytest.param(one, marks=pytest.mark.full) for one in ("faster", "first"))]
 )
@@ -119,6 +120,7 @@ def test_whole_models_may_begin_with_weights_of_their_own(tmp_path: Path) -> Non
     assert found["more"][0]["checksum"] == found["fresh"][1]["checksum"] == learned
 
 
+@pytest.mark.slow
 def test_only_adapters_are_published(together: Path) -> None:
     for name in POLICIES:
         path = together / name

@@ -112,6 +112,7 @@ def test_episodes_are_the_same_in_any_company_and_when_a_problem_is_drawn_twice(
     assert len({rollout.tokens.tobytes() for found in together.values() for rollout in found}) == 10
 
 
+@pytest.mark.slow
 def test_a_third_version_of_a_policy_waits_for_its_own_and_not_for_anothers(engine: RolloutEngine, tmp_path: Path):
     leases = [
         lease(3 * n + version, policy, version, version=version)
@@ -125,6 +126,7 @@ def test_a_third_version_of_a_policy_waits_for_its_own_and_not_for_anothers(engi
     assert len(engine.adapters) <= engine.runner.bank.limits.slots == 4  # pyright: ignore
 
 
+@pytest.mark.slow
 def test_a_version_that_another_trainer_has_made_again_is_another_adapter(engine: RolloutEngine, tmp_path: Path):
     one, same, other = (lease(number, "p", 0, draw=0, incarnation=n) for number, n in enumerate((7, 7, 8)))
     found = drawn(engine, tmp_path, one, same, other)

@@ -34,6 +34,7 @@ except Exception:
 """
 
 
+@pytest.mark.slow
 def test_the_variables_of_a_role_are_set_before_jax_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["False UnpicklingError", "True True", "nowhere", "elsewhere 3"]

@@ -331,6 +331,7 @@ def test_a_run_on_described_devices_ends_and_a_killed_worker_has_its_own_again(c
     await_free()
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_the_command_starts_a_fleet_of_cpus_on_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "run"

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rl.runtime.ray import session
 from tests.rl.runtime.ray.command import ROOT
 
@@ -28,6 +30,7 @@ print(json.dumps({**facts, "left": os.path.exists(folder)}))
 """
 
 
+@pytest.mark.slow
 def test_the_token_is_in_no_file_and_the_session_is_removed(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -41,6 +41,7 @@ class Killer:
             self.killed.append({"target": self.left.pop(0), "pid": pid, "step": step})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "staleness"),
     [

@@ -132,6 +132,7 @@ def test_each_is_asked_to_leave_and_the_lease_is_handed_back(tmp_path: Path) -> 
     assert not events(tmp_path, "died") and not events(tmp_path, "lease_expired")
 
 
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.usefixtures("shared_session")
 def test_newer_weights_come_in_flight_to_both(tmp_path: Path) -> None:

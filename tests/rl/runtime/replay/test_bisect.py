@@ -41,6 +41,7 @@ def located(plain: RunRecord, path: Path, fault: Any, *, passing: bool = False) 
     return found, other
 
 
+@pytest.mark.slow
 def test_an_ulp_in_a_layer_is_located_in_its_array(plain: RunRecord, tmp_path: Path) -> None:
     found, other = located(plain, tmp_path / "run", faults.flipped_ulp(f"params/{Q}", PLACE))
     assert (found.update, found.event, found.array, found.index) == (3, "weights", Q, PLACE)
@@ -51,12 +52,14 @@ def test_an_ulp_in_a_layer_is_located_in_its_array(plain: RunRecord, tmp_path: P
     assert same is None
 
 
+@pytest.mark.slow
 def test_a_fault_that_has_passed_is_located_by_the_record(plain: RunRecord, tmp_path: Path) -> None:
     found, _ = located(plain, tmp_path / "run", faults.flipped_ulp(f"params/{Q}", PLACE), passing=True)
     assert (found.update, found.event, found.array) == (3, "weights", Q)
     assert "The record of B is not what its update gives" in found.said
 
 
+@pytest.mark.slow
 def test_a_reward_is_located_by_prompt_and_sample(plain: RunRecord, tmp_path: Path) -> None:
     fault = faults.changed_groups(faults.score_change(1, Score(1.0)))
     found, _ = located(plain, tmp_path / "run", fault)

@@ -12,6 +12,7 @@ from rl.runtime.simulated.sources.calibration import calibrated, period_of
 from tests.rl.tiny import tiny_experiment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "staleness"), [(2, 1), (1, 0)])
 def test_durations_of_one_run_predict_another_configuration(tmp_path: Path, workers: int, staleness: int):
     lengths = read_lengths("fixed:5", 6)

@@ -43,6 +43,7 @@ def by_linear_programs(paths: Sequence[Sequence[str]], capacities: Mapping[str, 
     return [fixed[n] for n in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize("seed", range(40))
 def test_rates_are_those_of_linear_programs(seed: int):

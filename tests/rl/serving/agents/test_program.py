@@ -119,6 +119,7 @@ def test_several_turns_are_one_rollout_of_the_tokens_that_were_drawn(engine: Rol
     assert [score.reward for score in scores] == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_the_first_request_is_exactly_what_the_chat_template_writes(engine: RolloutEngine):
     prompt, (rollout,) = play(engine, agent("one"), samples=1)
     first = int(np.argmax(rollout.action_mask))
@@ -132,12 +133,14 @@ def test_the_first_request_is_exactly_what_the_chat_template_writes(engine: Roll
     assert rollout.episode is not None and "length" in dict(rollout.episode.figures)
 
 
+@pytest.mark.slow
 def test_the_verifier_judges_the_last_answer_if_the_agent_gives_no_reward(engine: RolloutEngine):
     _, rollouts = play(engine, agent("verified", verify=True), samples=1)
     answers, (score,) = score_rollouts(Judge(), rollouts, tokenizer)
     assert score.reward == len(answers[0]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "error"),
     [
@@ -157,6 +160,7 @@ def test_what_an_agent_does_wrong_is_an_episode_without_reward(engine: RolloutEn
     assert episode is not None and episode.ended == "error" and error in episode.error, episode
 
 
+@pytest.mark.slow
 def test_an_agent_that_hangs_is_killed_at_the_deadline(engine: RolloutEngine):
     began = time.monotonic()
     _, (rollout,) = play(engine, agent("hangs", deadline_s=5.0), samples=1)
@@ -169,6 +173,7 @@ def test_an_agent_that_hangs_is_killed_at_the_deadline(engine: RolloutEngine):
     assert not running("hangs")
 
 
+@pytest.mark.slow
 def test_a_long_chat_is_truncated(engine: RolloutEngine):
     _, (rollout,) = play(engine, agent("two", max_turns=2), samples=1)
     assert rollout.episode is not None and rollout.episode.ended == "truncated" and len(rollout.episode.turns) == 2

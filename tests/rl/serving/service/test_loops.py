@@ -45,6 +45,7 @@ def learn(model: tinker.TrainingClient, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_loss_falls_and_samplers_have_what_was_learned(served: Running):
     client = served.client()
     model = client.create_lora_training_client(base_model=BASE, rank=4, seed=3).result()
@@ -107,6 +108,7 @@ def _reward(tokens: list[int]) -> float:
     return float(np.mean([token % 2 == 0 for token in tokens])) if tokens else 0.0
 
 
+@pytest.mark.slow
 def test_tenants_side_by_side_learn_to_the_bit_as_alone(served: Running):
     alone = learn(_model(served, "alice"), 3)
     with ThreadPoolExecutor(2) as together:

@@ -95,6 +95,7 @@ def packed(
     return jnp.asarray(kinds), jnp.asarray(logprobs), jax.tree.map(jnp.asarray, arrays), jnp.asarray(live)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configs", [{}, SETTINGS], ids=["defaults", "settings"])
 def test_losses_and_gradients_are_those_of_the_formulas(configs: dict[str, dict[str, float]]):
     rng = np.random.default_rng(0)
@@ -119,6 +120,7 @@ def test_losses_and_gradients_are_those_of_the_formulas(configs: dict[str, dict[
     assert all(moved.values()), "each loss has rows with a gradient"
 
 
+@pytest.mark.slow
 def test_thresholds_and_masks_of_tokens_take_the_place_of_numbers():
     rng = np.random.default_rng(1)
     p, inputs = make_row("ppo", 12, rng)
@@ -137,6 +139,7 @@ def test_thresholds_and_masks_of_tokens_take_the_place_of_numbers():
     np.testing.assert_allclose(found, clipped(np.full(12, ratio), inputs["advantages"], 0.97, 1.02), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_gspo_is_that_of_the_sequence():
     """Compare with n times the gradient of s A, where n tokens have one advantage and s is the row's geometric mean."""
     rng = np.random.default_rng(2)

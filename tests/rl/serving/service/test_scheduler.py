@@ -61,6 +61,7 @@ def test_requests_of_a_model_run_in_the_order_of_their_numbers_however_they_arri
     assert run == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another():
     recorder = Recorder()
     with closing(TrainScheduler(recorder, FairShare(), waiting=20_000)) as scheduler:

@@ -129,6 +129,7 @@ def test_splits_by_text_and_by_date(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(read(test)) == 8  # as it was
 
 
+@pytest.mark.slow
 def test_published_problems_against_their_own_test(shared_data: Path, tmp_path: Path):
     """GSM8K's own parts: three near duplicates of test questions stand in its training part."""
     train, test = (f"{shared_data}/gsm8k/{part}.jsonl.gz" for part in ("train", "test"))

@@ -85,11 +85,13 @@ def test_every_number_is_read_in_every_form(number: int, form: str):
         assert final_number("7 days later: " + form.format(text)).value == number
 
 
+@pytest.mark.slow
 @given(st.text(max_size=80))
 def test_no_text_raises(text: str):
     final_number(text)
 
 
+@pytest.mark.slow
 def test_references_of_gsm8k_are_read(shared_data: Path):
     for part in ("train", "test"):
         with gzip.open(shared_data / "gsm8k" / f"{part}.jsonl.gz", "rt") as file:

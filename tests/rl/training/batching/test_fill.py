@@ -71,6 +71,7 @@ def test_tokens_that_are_no_actions_carry_no_weight():
     np.testing.assert_array_equal(batch["targets"][0, 0], made.rollouts[0].tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient():
     """Padding changes nothing even if the model's output on padding rows is NaN."""
@@ -89,6 +90,7 @@ def test_padding_to_a_row_multiple_changes_nothing_in_loss_metrics_or_gradient()
     assert np.any(outcomes[0][2])
 
 
+@pytest.mark.slow
 def test_a_batch_without_any_live_group_is_one_of_padding():
     objective = Objective.Config(old_policy="current", zero_variance="drop").build()
     batch, figures = pack_groups(

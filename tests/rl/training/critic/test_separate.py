@@ -36,6 +36,7 @@ def with_critic(**fields: Any) -> Any:
     return cfg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_loss_is_the_larger_of_two_squares_in_float64(clip: float | None):
     rng = np.random.default_rng(0)
@@ -78,6 +79,7 @@ def test_what_cannot_work_is_refused_before_the_run():
         long.check("inprocess")
 
 
+@pytest.mark.slow
 def test_its_programs_are_traced_from_what_an_update_gets():
     """`axl aot` and `--plan` compile them: as many rows as rollouts, and the critic's state apart from the policy's."""
     cfg = tiny_experiment(objective=ppo(Critic.Config(learner=LEARNER.clone())))

@@ -99,6 +99,7 @@ def reference(cfg: SharedCritic.Config, returns: Any, before: Any, weights: Any,
     return loss, slopes
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     ("packing", "fields"),
@@ -151,6 +152,7 @@ def test_what_cannot_work_is_refused_before_the_run():
         trainer.clone(replay_routing=True).check_fields()
 
 
+@pytest.mark.slow
 def test_its_programs_are_an_update_with_the_head_and_the_values():
     """No program, and no memory, of a second model: the head is in the state of the policy's update."""
     programs = tiny_experiment(objective=ppo(shared())).programs(jax.devices()[:1])
@@ -161,6 +163,7 @@ def test_its_programs_are_an_update_with_the_head_and_the_values():
     assert "head" not in state["params"] and {"value_loss", "critic_grad_norm", "loss"} <= metrics.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_values_before_an_update_are_of_the_states_in_which_tokens_are_drawn():
     model, rng = tiny_policy(), np.random.default_rng(2)
@@ -178,6 +181,7 @@ def test_values_before_an_update_are_of_the_states_in_which_tokens_are_drawn():
     np.testing.assert_allclose(found, np.where(inside, expected, 0.0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_workers_pull_the_policy_alone(tmp_path: Path):
     roles = Roles.make(tmp_path, with_critic(), initial=tiny_params(tiny_policy()))
     roles.advance(2)

@@ -30,6 +30,7 @@ def scored(run: Any, *args: Any, **rows: Any) -> tuple[Any, int]:
     return compiled(*args, **rows), compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_a_reference_with_its_head_in_tiles_scores_the_same_without_whole_logits():
     graphdef, params = split(MODEL.build(rngs=nnx.Rngs(0)))
     batch: Any = pack_groups(groups(), grpo().build(), **SIZES)[0]
@@ -40,6 +41,7 @@ def test_a_reference_with_its_head_in_tiles_scores_the_same_without_whole_logits
     assert stored > logits > 4 * needed
 
 
+@pytest.mark.slow
 def test_whole_rollouts_are_scored_in_parts_to_the_same_bits():
     graphdef, params = split(MODEL.build(rngs=nnx.Rngs(0)))
     rows = pack_rows(groups(), **SIZES)

@@ -178,6 +178,7 @@ def test_microbatches_and_the_rows_of_a_teacher_are_whole(tmp_path: Path):
     assert np.mean(rows[0][-3:]) < 0.85 * np.mean(rows[0][:3])
 
 
+@pytest.mark.slow
 def test_the_described_update_has_the_arrays_of_the_reference(tmp_path: Path):
     cfg = taught(tmp_path)
     exact_kl(cfg)

@@ -13,6 +13,7 @@ from mesh import UserError
 from rl.training.scoring.saved_versions import SavedVersions
 
 
+@pytest.mark.slow
 def test_the_last_two_are_kept_and_one_that_is_gone_is_named(tmp_path: Path):
     checkpointer = Checkpointer.Config(keep=1).build(directory=tmp_path / "rl")
     versions = SavedVersions(tmp_path / "rl", tmp_path / "reference")

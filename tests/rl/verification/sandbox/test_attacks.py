@@ -135,6 +135,7 @@ def test_values_keep_their_types(value: object):
     assert back == value and type(back) is type(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [object(), len, iter([]), Outcome("done")])
 def test_what_is_no_data_is_refused(value: object):
     with pytest.raises(TypeError, match="is not data"):

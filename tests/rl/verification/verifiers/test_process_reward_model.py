@@ -61,6 +61,7 @@ def probabilities(cfg: ProcessRewardModel.Config, params: Any, question: str, an
     return np.asarray(found)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_an_answer_is_judged_by_the_ends_of_its_lines(model: tuple[ProcessRewardModel.Config, Any]):
     cfg, params = model

@@ -111,6 +111,7 @@ def test_terms_are_weighted_gated_and_named():
     assert dict(second.terms)["length"] == 0.5
 
 
+@pytest.mark.slow
 def test_a_group_is_seen_whole():
     cfg = reward(rank, ROWS)
     assert cfg.wants() == {"group", "tokens"}
@@ -126,6 +127,7 @@ def test_an_asynchronous_function_waits_for_a_group_at_once():
     assert time.monotonic() - began < 2.0
 
 
+@pytest.mark.slow
 def test_whatever_is_no_reward_is_counted_and_named():
     bad = ["raise", "nan", "text", "none", "list", "unnamed", "inf", "hang"]
     with Verifier.Config(scorer=reward(misbehave, ROWS), processes=1, deadline_s=0.5).build() as verifier:

@@ -65,6 +65,7 @@ def alone(cfg: RewardModel.Config, params: Any, asked: list[str], answers: list[
     return [float(scores(jnp.asarray([one]))[len(row) - 1]) for one, row in zip(longer, rows, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_scores_are_those_of_the_model_by_itself_moved_and_scaled(model: tuple[RewardModel.Config, Any]):
     cfg, params = model
@@ -84,6 +85,7 @@ def test_a_model_without_a_score_or_without_parameters_is_refused(model: tuple[R
         cfg.clone(start_from=None).check_fields()
 
 
+@pytest.mark.slow
 def test_an_answer_longer_than_the_positions_of_the_model_has_no_reward(model: tuple[RewardModel.Config, Any]):
     cfg = model[0].clone()
     set_path(cfg.model, "block.attention.rope.max_length", 16)

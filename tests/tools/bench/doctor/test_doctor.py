@@ -68,6 +68,7 @@ def doctor(*arguments: str, status: int = 0, **how: Any) -> dict[str, dict[str, 
     return {check["name"]: check for check in said["checks"]}
 
 
+@pytest.mark.slow
 def test_the_quick_checks_of_this_machine(tmp_path: Path) -> None:
     found = doctor("--quick", "--run-dir", str(tmp_path / "runs" / "mine"))
     assert list(found) == [name for name, check in CHECKS.items() if check.quick and name != "bucket"]
@@ -76,6 +77,7 @@ def test_the_quick_checks_of_this_machine(tmp_path: Path) -> None:
     assert str(tmp_path) in found["disk"]["value"]
 
 
+@pytest.mark.slow
 def test_the_numerics_of_this_machine() -> None:
     found = doctor("--only", "attention,numerics")
     assert list(found) == ["devices", "attention", "numerics"]
@@ -143,6 +145,7 @@ def fake_driver(folder: Path, says: str, status: int = 0) -> str:
     return f"{folder}:{os.environ['PATH']}"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_jax_does_not_see_without_its_plugin(tmp_path: Path) -> None:
     path = fake_driver(tmp_path, "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4")
     found = doctor("--only", "devices,topology", status=1, PATH=path, JAX_PLATFORMS=None)
@@ -158,6 +161,7 @@ def test_a_gpu_that_jax_does_not_see_without_its_plugin(tmp_path: Path) -> None:
     assert found["devices"]["do"].startswith('pip install "jax[cuda12]==')
 
 
+@pytest.mark.slow
 def test_a_gpu_that_the_environment_hides_is_a_warning(tmp_path: Path) -> None:
     path = fake_driver(tmp_path, "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 4")
     found = doctor("--only", "devices,device_memory", PATH=path, JAX_PLATFORMS="cpu")
@@ -166,6 +170,7 @@ def test_a_gpu_that_the_environment_hides_is_a_warning(tmp_path: Path) -> None:
     assert hidden["devices"]["do"] == "unset CUDA_VISIBLE_DEVICES"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_others_use(tmp_path: Path) -> None:
     path = fake_driver(tmp_path, "NVIDIA H100 80GB HBM3, 580.65.06, 81559, 40960")
     found = doctor("--only", "device_memory", PATH=path, JAX_PLATFORMS="cpu")
@@ -198,6 +203,7 @@ def test_why_jax_fell_to_the_cpu(hardware: Hardware, said: str, monkeypatch: pyt
     assert ("docker run --gpus all" if hardware.kind == "gpu" else "jax[tpu]") in found.do
 
 
+@pytest.mark.slow
 def test_others_may_write_the_folder_of_compiled_programs(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     found = doctor("--only", "cache", status=1, AXL_COMPILATION_CACHE=str(tmp_path))
@@ -223,6 +229,7 @@ def test_what_is_mistyped() -> None:
     assert axl("--only", "bucket").returncode == 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_table_so_far(tmp_path: Path) -> None:
     slow = tmp_path / "nvidia-smi"
     slow.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 25\n")
@@ -242,6 +249,7 @@ def test_ctrl_c_keeps_the_table_so_far(tmp_path: Path) -> None:
     assert (said["checks"][1]["status"], said["checks"][1]["value"]) == ("skip", "interrupted")
 
 
+@pytest.mark.slow
 def test_a_bucket_over_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket_server(monkeypatch) as server:
         found = doctor("--only", "bucket", "--bucket", "gs://bucket/runs")

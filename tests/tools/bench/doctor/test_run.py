@@ -66,6 +66,7 @@ def test_checks_of_one_kind_share_a_process_and_others_have_their_own() -> None:
     assert pids[0] == pids[1] != pids[2] and f"process {os.getpid()}" not in pids
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     ("name", "said"),

@@ -66,6 +66,7 @@ def interrupted(after: str) -> tuple[int, Any, str]:
     return process.returncode, json.loads(out.splitlines()[-1]), shown + rest
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_whole_rounds_and_names_what_is_missing():
     status, result, shown = interrupted("round 6 of")
     assert status == 130 and result["missing"] == ["steps", "last"] and result["found"] == ["first", "steps"]
@@ -75,6 +76,7 @@ def test_ctrl_c_leaves_whole_rounds_and_names_what_is_missing():
     assert "of steps; missing: steps, last" in shown
 
 
+@pytest.mark.slow
 def test_ctrl_c_before_a_counted_round_leaves_the_sections_before():
     status, result, _ = interrupted("one: starting")
     assert status == 130 and result["missing"] == ["steps", "last"] and result["found"] == ["first"]

@@ -74,6 +74,7 @@ def session(fake: FakeCluster, tmp_path: Path) -> Session:
     return Session(fake, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_is_submitted_looked_at_and_stopped_and_nothing_of_it_stays(session: Session):
     session.submit()
     assert session.made() == NAMES
@@ -111,6 +112,7 @@ def test_the_code_travels_in_parts_and_the_job_joins_them(session: Session):
     assert f"/axl/bundles/{BUNDLE.file_name}" in container["command"][2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refused", [0, 1, 2])
 def test_a_submission_that_is_refused_half_way_leaves_nothing(refused: int, session: Session):
     session.fake.faults = [(f"POST {OF_JOBSETS}$", 201, {}, "")] * 0
@@ -128,6 +130,7 @@ def test_a_submission_that_is_refused_half_way_leaves_nothing(refused: int, sess
     assert session.left() == []
 
 
+@pytest.mark.slow
 def test_stop_removes_what_a_submission_that_was_killed_at_any_moment_has_left(session: Session):
     answer, states = session.fake.answer, list[dict[str, Any]]()
 

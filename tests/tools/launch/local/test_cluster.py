@@ -97,6 +97,7 @@ def ended(cluster: LocalCluster) -> bool:
     return all(one["status"].get("terminalState") for one in cluster.jobsets("run")) and not cluster.alive
 
 
+@pytest.mark.slow
 def test_processes_have_index_address_paths_and_secrets_and_only_that(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -150,6 +151,7 @@ def test_what_fails_the_same_way_three_times_ends_its_jobset_with_its_last_lines
     assert (found["other"].state, found["other"].restarts) == ("failed", 3) and "status 3" in found["other"].why
 
 
+@pytest.mark.slow
 def test_a_killed_process_restarts_its_jobset_alone_and_status_2_fails_it(cluster: LocalCluster, tmp_path: Path):
     storage = tmp_path / "runs"
     wait = "until [ -e /axl/go ]; do sleep 0.02; done"
@@ -296,6 +298,7 @@ def test_the_commands_show_a_run_and_end_it(cluster: LocalCluster, tmp_path: Pat
     assert "there is nothing of a run 'run'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_any_command_is_carried_out_with_paths_of_the_storage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -342,6 +345,7 @@ def test_the_stored_submission_is_the_one_that_was_created(tmp_path: Path, monke
     assert given.port == 6379 != seen[0].port and f"port: {seen[0].port}\n" in seen[1]["launch.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module, slow", [("tools.launch.local.cluster", "jax"), ("rl.rollout.config", "jax.experimental.pallas")]
 )

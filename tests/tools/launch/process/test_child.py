@@ -79,6 +79,7 @@ def test_a_command_that_fails_the_same_way_three_times_is_not_started_again(tmp_
     assert reason in found[2][1] and found[2][1].endswith("| no such data: rows\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

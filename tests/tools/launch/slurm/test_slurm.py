@@ -76,6 +76,7 @@ def test_what_has_not_ended_for_good_is_queued_again(
     assert script(tmp_path, status) == (status, asked)
 
 
+@pytest.mark.slow
 def test_a_machine_without_slurm_is_told_so_and_writes_the_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -120,6 +121,7 @@ def test_a_run_whose_jobs_are_there_is_refused(queue: Path, tmp_path: Path, caps
     assert list(jobs(queue)) == ["100"]
 
 
+@pytest.mark.slow
 def test_jobs_are_looked_at_and_ended_by_the_run(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = tmp_path / "runs" / "mine"
     logs, scripts = run / "launch" / "logs", run / "launch" / "submission"

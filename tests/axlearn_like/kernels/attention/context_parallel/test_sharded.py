@@ -21,6 +21,7 @@ def test_eight_devices_give_what_one_gives():
     assert within(max(found.values()), 2e-6), found
 
 
+@pytest.mark.slow
 def test_zigzag_gives_each_device_an_early_and_a_late_chunk():
     assert zigzag.order(8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
     for length, cp_size in ((24, 2), (32, 4), (6, 3)):

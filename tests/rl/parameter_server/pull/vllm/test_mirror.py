@@ -58,6 +58,7 @@ def weights() -> Iterator[ParameterServerClient]:
     server.close()
 
 
+@pytest.mark.slow
 def test_a_version_is_pulled_as_it_was_published(weights: ParameterServerClient) -> None:
     like = like_of(weights.directory.manifest(2))
     assert jax.tree.structure(like) == jax.tree.structure(abstract_params(POLICY))
@@ -74,6 +75,7 @@ def test_the_plugin_is_found_by_its_metadata_and_runs_on_pythons_of_vllm(tmp_pat
     assert "register" in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_is_no_error_of_the_mirror(weights: ParameterServerClient, tmp_path: Path) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

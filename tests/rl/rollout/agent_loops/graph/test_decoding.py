@@ -76,6 +76,7 @@ def text(tokens: Any) -> str:
     return completion_text(TOKENIZER, tokens.tolist())
 
 
+@pytest.mark.slow
 def test_all_orders_draw_the_same_answers_and_differ_in_their_critical_path(engine: RolloutEngine) -> None:
     outputs = {order: play(engine, order) for order in ("pipelined", "planned", "sequential")}
     (output, record), *others = outputs.values()
@@ -94,6 +95,7 @@ def test_all_orders_draw_the_same_answers_and_differ_in_their_critical_path(engi
     assert paths["pipelined"] < paths["planned"] < paths["sequential"]
 
 
+@pytest.mark.slow
 def test_a_node_sees_its_line_and_the_answers_of_its_parents(engine: RolloutEngine) -> None:
     output, record = play(engine)
     seen = [(text(prompt), text(rollout.tokens[~rollout.action_mask])) for prompt, rollout in output.spawned]
@@ -127,6 +129,7 @@ def test_a_plan_that_cannot_be_carried_out_fails_its_sample_alone(engine: Rollou
     assert output.error is None and why in record.error and output.rollouts[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_what_a_node_has_no_room_for_is_said(engine: RolloutEngine) -> None:
     lines = "".join(f"{n} (): x\n" for n in range(1, 7))
     output, record = play(engine, plan=f"{lines}9 (1, 2, 3, 4, 5, 6): y\n\n", max_answer_tokens=60)
@@ -136,6 +139,7 @@ def test_what_a_node_has_no_room_for_is_said(engine: RolloutEngine) -> None:
     assert "max_prompt_tokens" in failed.error and long.error is None
 
 
+@pytest.mark.slow
 def test_a_policy_that_writes_no_plan_is_counted_as_such(engine: RolloutEngine) -> None:
     decoding = GraphDecoding.Config(max_line_tokens=8).build(tokenizer=TOKENIZER)
     prompt = Prompt(6, "any", np.asarray(TOKENIZER.encode(QUESTION), np.int32))

@@ -41,6 +41,7 @@ SIZES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(SIZES, st.booleans(), st.data())
 def test_every_dispatch_of_every_engine_fits_a_program_as_soon_as_the_first_three_are_ready(sizes, ragged, data):
