@@ -120,7 +120,9 @@ class Delegate(Environment):
 
 def nim_against_itself(*, seed: int = 0, steps: int = 60) -> RLExperiment.Config:
     """A LoRA policy learns to win against what it was eight updates before."""
-    return policies_on_base(("player",), nim_tasks(NimAgainst.Config(), seed), seed, steps).set(evaluation=None)
+    cfg = policies_on_base(("player",), nim_tasks(NimAgainst.Config(), seed), seed, steps)
+    cfg.parameter_server.keep = 13  # versions that episodes ask for
+    return cfg.set(evaluation=None)
 
 
 def delegate(*, seed: int = 0, steps: int = 40) -> RLExperiment.Config:

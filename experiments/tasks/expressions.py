@@ -112,6 +112,7 @@ def problem_seed(number: int) -> int:
     return derived_seed("expression", number)
 
 
+@config_function
 def expression_rows(depth: int, count: int) -> Iterator[dict[str, str]]:
     """Yield problems as rows, whose answer is that of the last node."""
     for problem in (expression(problem_seed(number), depth=depth) for number in range(count)):

@@ -10,6 +10,7 @@ from typing import Any, override
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.convert import StartFrom, WrapPlain
+from axlearn_like.config import config_function
 from axlearn_like.training.trainer import Trainer
 from experiments.modifiers import low_rank
 from experiments.tasks.calculator import calculator_rl, calculator_sft, products
@@ -109,6 +110,7 @@ class Nim(RoleEnvironment):
         return {"legal_moves": self._legal / max(1, self._moves), "moves": self._moves, **best}
 
 
+@config_function
 def piles() -> Iterator[dict[str, Any]]:
     """Yield a row for each pile."""
     yield from ({"prompt": f"{pile} left:", "answer": str(pile % 4), "pile": pile} for pile in _PILES)

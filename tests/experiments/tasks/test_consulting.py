@@ -1,13 +1,18 @@
 """Rules and rewards of the games with frozen policies, against what follows from arithmetic alone."""
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 
-from experiments.tasks.consulting import QUESTION, Delegate, NimAgainst
+from axlearn_like.config import from_text, to_text
+from experiments.tasks.consulting import QUESTION, Delegate, NimAgainst, delegate, nim_against_itself
+from experiments.tasks.expressions import expressions_rl
 from rl.environments.environment import Consult
+from rl.experiment import RLExperiment
+from rl.runtime.policies.configs import check_policies
 
 MOVES = (1, 2, 3)
 
@@ -97,3 +102,10 @@ def test_a_product_is_paid_if_it_is_right_whoever_has_found_it(
         assert found.policy == "base" and found.prompt == QUESTION.format(expression=expression)
         found = game.hear(actions[1])
     assert found == ("", reward, True) and game.figures() == {"handed_on": handed_on}
+
+
+@pytest.mark.parametrize("make", [nim_against_itself, delegate, expressions_rl])
+def test_the_experiments_are_complete_and_read_again(make: Callable[[], RLExperiment.Config]) -> None:
+    cfg = make().set(start_from=None)
+    assert to_text(from_text(to_text(cfg))) == to_text(cfg)
+    check_policies(cfg, "inprocess")
