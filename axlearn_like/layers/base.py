@@ -222,7 +222,10 @@ def draw_stack(build: Callable[[jax.Array], Any], keys: jax.Array) -> Any:
 def first_params(
     build: Callable[[jax.Array], Params], seed: int, like: Params, chosen: Callable[[Params], Params] = lambda all: all
 ) -> Params:
-    """Return the first parameters of a model: on CPUs drawn by the host, elsewhere by a program, to the same bits.
+    """Return the first parameters of a model: on CPUs drawn by the host, elsewhere by a program.
+
+    Numbers of the host have the bits of the initializer's own program. One program of a whole model may round the last
+    bit of some otherwise, by the instructions that XLA chooses for it.
 
     Args:
         build: from a key to all parameters, with layers that `param` makes; pure.

@@ -15,6 +15,8 @@ from rl.training.batching.metrics import batch_metrics
 from rl.training.packing import Packing
 from tests.rl.training.batching.made import MAX_NEW, MAX_PROMPT, group
 
+pytestmark = pytest.mark.numerics
+
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 1.0]]
 # Nodes of each sample: tokens of which the first two were given, and the reward of each
 NODES = [[[(5, 1.0), (3, 0.0)], [(4, 0.5)], []], [[(3, 0.25)], [(5, 0.75)]]]

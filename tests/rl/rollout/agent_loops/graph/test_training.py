@@ -19,6 +19,8 @@ from tests.rl.rollout.agent_loops.graph.test_decoding import Given
 from tests.rl.runtime.ray.experiments import assert_same_outcome, metrics, parameters, run_here, run_in_parts
 from tests.rl.tiny import tiny_experiment
 
+pytestmark = pytest.mark.numerics
+
 PLAN = "1 (): a\n2 (1): b\n\n"
 
 
