@@ -60,6 +60,8 @@ class Coordinator:
         self._view, self._before = Membership(0, ()), 0
         self._began: float | None = None  # time of the first change that no update has followed yet
         self._bytes = 0  # bytes that members have fetched since then
+        self._ended: dict[str, Any] | None = None  # a change that has ended, not logged yet
+        self._awaited: set[int] = set()  # members that have made no update since
         self._last: int | None = None  # updates of the run as far as it is known
         self.over = threading.Event()  # set once all members have ended
         self._listener = Listener(key, self._serve)
@@ -111,7 +113,7 @@ class Coordinator:
                 member.ready, member.step = True, message["step"]
                 self._agree()
             elif kind == "step":
-                self._completed(message["epoch"], message["step"])
+                self._completed(member.index, message["epoch"], message["step"])
             elif kind == "fetched":
                 self._bytes += message["bytes"]
             elif kind == "suspect" and message["epoch"] == self._epoch:
@@ -128,6 +130,7 @@ class Coordinator:
 
     def _change(self) -> None:
         """Begin a new epoch."""
+        self._log_change()
         self._epoch += 1
         self._began = self._began or time.monotonic()
         for member in list(self._members.values()):
@@ -148,19 +151,30 @@ class Coordinator:
         for member in members:
             member.tell("view", view=self._view.to_json())
 
-    def _completed(self, epoch: int, step: int) -> None:
-        """Take note of an update; the first of a view ends the change."""
-        if epoch == self._view.epoch == self._epoch and self._began is not None:
-            lost = 0 if self._view.newest is not None or self._last is None else self._last - (step - 1)
-            seconds, self._began = time.monotonic() - self._began, None
-            fields = {"members_before": self._before, "members": len(self._view.members), "bytes": self._bytes}
-            row = {"step": step, "seconds": round(seconds, 3), "steps_lost": lost, **fields}
-            self._events.append("trainer", "resized", epoch=epoch, **row)
-            self._before, self._bytes, self._last = len(self._view.members), 0, step
+    def _completed(self, index: int, epoch: int, step: int) -> None:
+        """Take note of an update; the first of a view ends the change, the last tells what members have fetched."""
+        if epoch == self._view.epoch == self._epoch:
+            if self._began is not None:
+                lost = 0 if self._view.newest is not None or self._last is None else self._last - (step - 1)
+                seconds, self._began = time.monotonic() - self._began, None
+                sizes = {"members_before": self._before, "members": len(self._view.members)}
+                self._ended = {"step": step, "seconds": round(seconds, 3), "steps_lost": lost, **sizes, "epoch": epoch}
+                self._before, self._last = len(self._view.members), step
+                self._awaited = {place.index for place in self._view.members}
+            self._awaited.discard(index)
+            if not self._awaited:
+                self._log_change()
         self._last = max(self._last or 0, step)
+
+    def _log_change(self) -> None:
+        """Log the change that has ended, with the bytes that members have fetched meanwhile."""
+        if self._ended is not None:
+            self._events.append("trainer", "resized", **self._ended, bytes=self._bytes)
+            self._bytes, self._ended = 0, None
 
     def _end(self) -> None:
         if self._members and all(member.done for member in self._members.values()):
+            self._log_change()
             self.over.set()
             for member in self._members.values():
                 member.tell("over")
