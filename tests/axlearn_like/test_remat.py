@@ -46,6 +46,7 @@ def in_layers(shapes: list[tuple[int, ...]]) -> int:
     return sum(shape[:3] == (3, ROWS, LENGTH) for shape in shapes)
 
 
+@pytest.mark.slow
 def test_everything_recomputed_keeps_the_input_of_each_block_alone():
     assert in_layers(stored("everything")) == 1
 
@@ -61,6 +62,7 @@ def test_what_is_saved_is_stored_and_nothing_else(names):
     assert in_layers(stored(dict.fromkeys(names, "save"))) == 1 + len(names)
 
 
+@pytest.mark.slow
 def test_fewer_are_stored_than_without_rematerialisation():
     kept = [in_layers(stored(name)) for name in ("everything", "context", "attention", "products", "nothing")]
     assert kept == sorted(set(kept))
@@ -73,6 +75,7 @@ def plain() -> tuple[Any, Any]:
     return params, jax.jit(jax.value_and_grad(loss))(params)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     "remat", [*(pytest.param(name, marks=pytest.mark.full) for name in ("everything", "products")), {"gate": "save"}]
@@ -117,6 +120,7 @@ def test_unknown_names_are_refused_when_the_model_is_built():
         find_remat({"context": "keep"})  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names, more", [(("gate", "up"), 2), (("routing",), 3)])
 def test_arrays_of_a_mixture_are_stored_by_name(names, more):
     """Experts' units are those of all rows; the choice is stored once for tokens and twice for the order of rows."""

@@ -24,6 +24,7 @@ def known() -> dict[str, Case]:
     return {case.name: case for case in cases()}
 
 
+@pytest.mark.slow
 def test_a_case_is_the_smallest_slice_that_has_a_rule():
     assert len(known()) == len(cases())
     for case in known().values():

@@ -14,6 +14,7 @@ from tests.rl.tiny import tiny_experiment, tiny_run
 from tests.test_modularity import LINES, code_lines
 
 
+@pytest.mark.slow
 def test_scale_rl_fits_experiments_of_rl_and_no_others():
     assert code_lines(scale_rl) <= LINES
     for cfg in (demo(), tiny_experiment()):

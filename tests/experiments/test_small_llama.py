@@ -62,6 +62,7 @@ def test_it_learns_and_its_run_answers(
     assert exported.encode("Tom has 12 é") == own.encode("Tom has 12 é") and exported.stop_ids == own.stop_ids
 
 
+@pytest.mark.slow
 def test_without_the_texts_it_says_where_they_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("AXL_DATA", raising=False)
     with pytest.raises(

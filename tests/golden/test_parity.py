@@ -94,6 +94,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

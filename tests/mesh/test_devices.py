@@ -69,6 +69,7 @@ def test_devices_that_a_plugin_cannot_open_are_one_message_and_a_bug_is_none():
     assert unopened(RuntimeError("something else")) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["", "--xla_force_host_platform_device_count=3"])
 def test_devices_are_described_as_a_process_sees_them_that_opens_them(flags: str):
     code = (
@@ -80,6 +81,7 @@ def test_devices_are_described_as_a_process_sees_them_that_opens_them(flags: str
     assert done.stdout == "True\n"
 
 
+@pytest.mark.slow
 def test_a_process_that_must_not_open_devices_fails_when_it_does():
     code = (
         "import jax; from mesh.devices import find_devices, forbid_devices\n"

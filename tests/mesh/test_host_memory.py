@@ -19,6 +19,7 @@ print(*(faults() for _ in range(60)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_the_memory_of_a_step_serves_the_next_one():
     """Given back to the kernel, 64 MB are 16,384 page faults in each step.

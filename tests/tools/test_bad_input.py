@@ -167,6 +167,7 @@ ITEMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", ITEMS, indirect=True)
 def test_a_corrupt_checkpoint_is_named_with_the_nearest_good_one(
     damaged: Path, finished: Path, capsys: pytest.CaptureFixture[str]

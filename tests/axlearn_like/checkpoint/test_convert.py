@@ -44,6 +44,7 @@ def test_parameters_are_those_that_were_saved(saved, params):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_a_start_is_checked_by_a_process_without_devices(saved, params, monkeypatch):
     """Orbax's checkpointers open the devices, which the driver of an RL run has none of."""
     wanted = abstract(params)

@@ -131,6 +131,7 @@ def test_checksums_of_host_and_device_agree():
     assert part_checksum(large.reshape(-1), [1], 0) == int(checksum(jnp.asarray(large)))
 
 
+@pytest.mark.slow
 def test_a_manifest_of_arrays_in_memory_compiles_no_program(monkeypatch: pytest.MonkeyPatch):
     tree = {"params": jnp.arange(6.0).reshape(2, 3), "step": np.int32(2)}
     monkeypatch.setattr(manifest, "_checksums", None)

@@ -104,6 +104,7 @@ class Run:
         return read_rows(self.log.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["border", "sum"])
 @pytest.mark.parametrize("index", [0, 2])
 def test_what_remains_goes_on_and_who_comes_back_has_the_state_of_the_others(tmp_path: Path, point: str, index: int):

@@ -55,6 +55,7 @@ def test_numbers_of_int8_are_multiplied_by_the_scales_of_their_columns(shape: tu
         assert within(found - right, error * np.abs(right).max())
 
 
+@pytest.mark.slow
 def test_every_row_is_in_one_visit_and_no_empty_group_is_visited():
     for sizes in SIZES:
         visits = plan_visits(jnp.array(sizes, jnp.int32), 48, 16)

@@ -35,6 +35,7 @@ def leaves(params: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "shape"),
     [(small_decoder(), None), (mixed(), {"fsdp": 2, "expert": 2, "tensor": 2})],
@@ -50,6 +51,7 @@ def test_a_layer_is_described_as_it_would_be_built(cfg: Decoder.Config, shape: d
     assert mesh is None or any(leaf.sharding.spec != () for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 def test_layers_that_are_built_afterwards_have_their_values():
     cfg = small_decoder(num_layers=1)
     build_abstract(cfg)
@@ -58,6 +60,7 @@ def test_layers_that_are_built_afterwards_have_their_values():
 
 
 @pytest.mark.numerics
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [small_decoder(dim=24), mixed()], ids=["dense", "mixed"])
 def test_a_layer_that_is_built_at_once_has_the_values_of_a_program_and_compiles_none(
     cfg: Decoder.Config, caplog: pytest.LogCaptureFixture
@@ -70,6 +73,7 @@ def test_a_layer_that_is_built_at_once_has_the_values_of_a_program_and_compiles_
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-6, strict=True), program, built)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("magnitudes", [False, True])
 def test_first_parameters_are_those_of_one_program_to_the_bit(magnitudes: bool):
     """A stack of wrapped layers. With magnitudes, norms of what is drawn, a program makes them."""

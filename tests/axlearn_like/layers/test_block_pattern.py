@@ -53,6 +53,7 @@ def two_to_one(layers: int, **changes: Any) -> Decoder.Config:
     return decoder(BlockPattern.Config(blocks=(LOCAL, LOCAL, GLOBAL)), layers, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_a_pattern_is_its_layers_one_after_another():
     """Two rounds and a rest; that the gradient is right, the families' parity with torch shows."""
@@ -67,6 +68,7 @@ def test_a_pattern_is_its_layers_one_after_another():
     np.testing.assert_allclose(found[live], model.norm(x)[live], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_each_layer_is_of_the_kind_that_stands_at_its_place():
     graphdef, params = initialise(two_to_one(7))
     model = bind(graphdef, params)
@@ -79,6 +81,7 @@ def test_each_layer_is_of_the_kind_that_stands_at_its_place():
     assert [layer.attention.rules.window for layer, _ in few.kinds()] == [2, 2] and few.tail is None
 
 
+@pytest.mark.slow
 def test_unstacked_layers_have_the_parameters_of_their_places():
     graphdef, params = initialise(two_to_one(5))
     model = bind(graphdef, params)
@@ -106,6 +109,7 @@ def test_mixtures_of_several_kinds_have_no_record():
         _ = built(True).routing_layout
 
 
+@pytest.mark.slow
 def test_layers_without_experts_have_no_routing_to_record_or_replay():
     blocks = (block(window=2, feed_forward=mixture()), block(feed_forward=mixture()))
     graphdef, params = initialise(decoder(BlockPattern.Config(blocks=blocks, leading=block(), num_leading=2), 4))
@@ -126,6 +130,7 @@ def test_layers_without_experts_have_no_routing_to_record_or_replay():
     assert 0.5 < first.metrics["router_entropy"] < np.log(4)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_norms_behind_the_layers_are_applied_to_what_is_added():
     cfg = SandwichBlock.Config(dim=16, attention=LOCAL.attention, feed_forward=LOCAL.feed_forward)

@@ -44,6 +44,7 @@ def value_and_gradient(remat: str = "nothing", scan_unroll: int = 1):
     return jax.jit(jax.value_and_grad(loss), static_argnums=1)(params, graphdef)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_are_those_of_the_reference(tied):
     cfg = small_decoder(head=None if tied else Head.Config())
@@ -54,6 +55,7 @@ def test_logits_are_those_of_the_reference(tied):
     np.testing.assert_allclose(logits(cfg)[live], np.asarray(expected)[live], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_slope_of_the_reference():
     params = reference.float64(initialise(small_decoder())[1])
     leaves, treedef = jax.tree.flatten(params)
@@ -73,6 +75,7 @@ def test_the_gradient_is_the_slope_of_the_reference():
         np.testing.assert_allclose(slope, (ahead - behind) / 2e-4, rtol=1e-4, err_msg=str(index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("remat", "scan_unroll"), [pytest.param("everything", 1, marks=pytest.mark.full), ("nothing", 3)]
 )
@@ -94,6 +97,7 @@ def test_remat_keeps_less_for_the_backward_pass():
     assert temporary_bytes("everything") < 0.7 * temporary_bytes("nothing")
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near_float32():
     exact, rounded = logits(small_decoder()), logits(small_decoder(dtype="bfloat16"))
     live = SEGMENTS > 0
@@ -102,6 +106,7 @@ def test_bfloat16_stays_near_float32():
     assert 1e-4 < error.mean() < 0.02 * exact[live].std()
 
 
+@pytest.mark.slow
 def test_one_trace_for_each_signature():
     graphdef, params = initialise(small_decoder())
     traces = []

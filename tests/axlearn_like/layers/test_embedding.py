@@ -68,6 +68,7 @@ def test_the_table_begins_with_the_given_spread():
     assert abs(float(params["weight_vd"].std()) / 0.3 - 0.880) < 0.02
 
 
+@pytest.mark.slow
 def test_a_scale_is_rounded_as_the_activations_are_and_logits_stay_below_the_cap():
     cfg = ScaledEmbedding.Config(dim=48, vocab_size=10, init_std=4.0, logit_soft_cap=30.0)
     graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))

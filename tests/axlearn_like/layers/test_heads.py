@@ -39,6 +39,7 @@ def test_a_pooling_is_that_of_the_sequence_so_far(pooling: Pooling):
             start += length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_scores_depend_on_neither_neighbours_nor_padding(pooling: Pooling):
     cfg = small_decoder(num_layers=2, head=ScoreHead.Config(outputs=3, bias=True, pooling=pooling))
@@ -62,6 +63,7 @@ def test_scores_depend_on_neither_neighbours_nor_padding(pooling: Pooling):
     assert together.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_embeddings_have_length_one_and_a_row_of_zeros_is_no_nan():
     head = EmbeddingHead.Config(dim=4, pooling="mean").build(rngs=None)
     x = jnp.zeros((2, LENGTH, 4)).at[1].set(jnp.arange(4.0))

@@ -30,6 +30,7 @@ def test_the_weight_takes_the_type_of_the_activations():
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-7, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_tied_head_is_the_same_for_few_rows_and_for_many(dtype):
     """The results are the same in a loop, before which XLA would transpose the table; to the bit in float32."""

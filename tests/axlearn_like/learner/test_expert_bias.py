@@ -30,6 +30,7 @@ def update(params: Any, grads: Any) -> Any:
     return jax.jit(learner.update)(grads, learner.init(params), params)
 
 
+@pytest.mark.slow
 def test_a_bias_takes_a_fixed_step_against_the_excess_of_its_load():
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     grads["layers"]["balance_bias_e"] = LOADS
@@ -50,6 +51,7 @@ def test_the_loads_change_nothing_else():
     np.testing.assert_allclose(changed[0][2]["grad_norm"], np.sqrt(28), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_moves_no_bias():
     grads = jax.tree.map(jnp.ones_like, PARAMS)
     grads["layers"]["balance_bias_e"], grads["norm"]["scale"] = LOADS, jnp.full(4, jnp.nan)
@@ -57,6 +59,7 @@ def test_a_gradient_that_is_not_finite_moves_no_bias():
     np.testing.assert_array_equal(params["layers"]["balance_bias_e"], PARAMS["layers"]["balance_bias_e"])
 
 
+@pytest.mark.slow
 def test_a_lopsided_router_is_balanced_by_its_bias_alone_however_the_batch_is_cut():
     cfg = SigmoidRouter.Config(dim=6, num_experts=8, top_k=2, sequence_balance=0.0)
     graphdef, params = split(cfg.build(rngs=nnx.Rngs(0)))

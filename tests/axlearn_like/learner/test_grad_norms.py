@@ -57,6 +57,7 @@ def test_norms_of_groups_add_up_to_the_global_norm():
     assert whole**2 == pytest.approx(sum(squares.values()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_learner_gives_them_without_frozen_groups_and_names_the_one_that_is_not_finite():
     params = gradients()
     groups = (ParameterGroup.Config(match="embedding/*", frozen=True),)

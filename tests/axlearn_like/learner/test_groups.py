@@ -18,6 +18,7 @@ GROUPS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_each_group_is_updated_by_its_own_rules():
     params, state, metrics = train(learner(Lion.Config(weight_decay=0.5), groups=GROUPS))
@@ -38,6 +39,7 @@ def test_each_group_is_updated_by_its_own_rules():
     assert sorted(moments) == sorted([(4, 16, 2, 2, 4), (4, 2, 2, 4, 16), (3, 2, 16, 12)])
 
 
+@pytest.mark.slow
 def test_groups_without_rules_change_nothing():
     expected, _, _ = train(learner(AdamW.Config(weight_decay=0.1)))
     found, _, _ = train(learner(AdamW.Config(weight_decay=0.1), groups=(ParameterGroup.Config(match="*norm*"),)))
@@ -93,6 +95,7 @@ def test_kinds_and_matrices_are_told_by_names():
     assert Matrices.Config(splits={"khr": "kh,r"}).build().axes("down_khr", 4) == MatrixAxes((0,), (1, 2), (3,))
 
 
+@pytest.mark.slow
 def test_a_group_may_have_an_optimizer_without_matrices():
     cfg = learner(
         AdamW.Config(), groups=(ParameterGroup.Config(kinds=("embedding",), optimizer=Adafactor.Config(min_size=4)),)

@@ -24,6 +24,7 @@ from tests.axlearn_like.learner.parameters import arrays, close, learner, train
 PLAIN = SGD.Config(momentum=0.0)
 
 
+@pytest.mark.slow
 def test_clipping_by_value_and_by_the_rms_of_each_layer():
     value, _, _ = train(learner(PLAIN, clip=ClipByValue.Config(limit=0.3)), updates=1)
     close(value, jax.tree.map(lambda p, g: p - 0.1 * np.clip(g, -0.3, 0.3), arrays(0), arrays(1)))
@@ -56,6 +57,7 @@ def test_spikes_are_skipped_until_they_are_usual():
     close(params["w"], [-0.1 * sum(n for n, a, b in zip(norms, skipped, [0, *skipped], strict=False) if a == b)])
 
 
+@pytest.mark.slow
 def test_the_average_is_debiased_and_skips_what_is_skipped():
     cfg = learner(PLAIN, ema=EMA.Config(decay=0.7), groups=(ParameterGroup.Config(match="embedding/*", frozen=True),))
     built: Learner = cfg.build()

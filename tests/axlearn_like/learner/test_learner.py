@@ -26,6 +26,7 @@ def params_like() -> dict:
     }
 
 
+@pytest.mark.slow
 def test_adamw_equals_the_formula_written_out():
     cfg = AdamW.Config(b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.1)
     learner = Learner.Config(optimizer=cfg, schedule=Constant.Config(lr=0.05), clip_norm=2.0).build()

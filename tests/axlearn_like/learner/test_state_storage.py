@@ -20,6 +20,7 @@ from tests.elsewhere import elsewhere
 pytestmark = pytest.mark.numerics
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_right_on_average():
     x = jnp.asarray([1.0, 1.0 + 2**-9, -1.0 - 2**-10, 3e38, 0.0, 1e-40, jnp.inf], jnp.float32)
     rounded = jax.vmap(lambda key: _round(x, key))(jax.random.split(jax.random.key(0), 4096)).astype(jnp.float32)
@@ -29,6 +30,7 @@ def test_stochastic_rounding_is_right_on_average():
     assert (found[:, 0] == 1.0).all() and (found[:, 4] == 0.0).all() and np.isinf(found[:, 6]).all()
 
 
+@pytest.mark.slow
 def test_a_slow_second_moment_still_rises():
     optimizer = AdamW.Config(b2=0.999)
 
@@ -47,6 +49,7 @@ def test_a_slow_second_moment_still_rises():
     assert moment(False) < 0.8 * expected  # it stays where one update is less than half a step
 
 
+@pytest.mark.slow
 def test_updates_follow_float32_and_skipped_ones_change_nothing():
     cfg = learner(AdamW.Config(), state_storage=(BFloat16State.Config(),))
     params, state, _ = train(cfg)

@@ -18,6 +18,7 @@ def traces(run_dir):
     return sorted({path.relative_to(run_dir).parts[1] for path in run_dir.glob("profiles/*/plugins/**/*.xplane.pb")})
 
 
+@pytest.mark.slow
 def test_a_window_by_plan_by_file_and_by_signal(tmp_path, capfd):
     events = EventLog(tmp_path / "events.jsonl")
     add = jax.jit(lambda x: x + 1)

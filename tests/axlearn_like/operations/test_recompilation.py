@@ -107,6 +107,7 @@ except RecompilationError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_spread_another_way_is_named():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     words = [sys.executable, "-c", SPREAD]

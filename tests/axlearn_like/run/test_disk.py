@@ -51,6 +51,7 @@ def test_only_screens_about_a_full_disk_are_not_logged(caplog):
     assert [record.getMessage() for record in caplog.records] == ["Failed writing: Permission denied"]
 
 
+@pytest.mark.slow
 def test_writes_that_nobody_waited_for_are_not_logged_where_the_disk_was_full(caplog):
     """Orbax waits for the first that fails, and asyncio logs the others when they are collected."""
 

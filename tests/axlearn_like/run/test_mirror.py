@@ -70,6 +70,7 @@ def names() -> set[str]:
     return set(Bucket(URL, "x").files())
 
 
+@pytest.mark.slow
 def test_another_machine_goes_on_with_what_is_in_the_bucket(
     server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

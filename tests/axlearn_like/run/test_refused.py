@@ -42,6 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refused_command_changes_nothing(trained: Path, name: str):
     change, force = REFUSALS[name]
@@ -143,6 +144,7 @@ def test_what_came_of_a_command_stays(tmp_path: Path):
     assert (tmp_path / "other" / "config.txt").exists(), "to be resumed"
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_by_a_metric_that_is_logged_less_often_than_saved(tmp_path: Path):
     cfg: Any = tiny_trainer(5, evaluators=()).set(log_every=4, keep_best=KeepBest.Config(metric="loss"))
     cfg.checkpoint.set(save_every=2, keep=1)
@@ -156,6 +158,7 @@ def test_a_best_checkpoint_by_a_metric_that_is_logged_less_often_than_saved(tmp_
     assert (tmp_path / "stopped" / "checkpoints" / "best" / "2").is_dir()
 
 
+@pytest.mark.slow
 def test_an_unknown_metric_costs_no_checkpoint(tmp_path: Path):
     cfg: Any = tiny_trainer(2, evaluators=()).set(keep_best=KeepBest.Config(metric="los"))
     with pytest.raises(UserError, match="keep_best.metric='los': .*did you mean 'loss'"):

@@ -17,6 +17,7 @@ from tests.measured import check, measured
 ASKED = [{"role": "user", "content": "x"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", [hostile_templates.AS_LONG, pytest.param((), marks=pytest.mark.full)])
 def test_every_hostile_template_is_refused(left_out: tuple[str, ...]) -> None:
     """The bound on CPU time ends a dozen, each after as long: three of them run without --full."""
@@ -26,6 +27,7 @@ def test_every_hostile_template_is_refused(left_out: tuple[str, ...]) -> None:
     check(found)
 
 
+@pytest.mark.slow
 def test_one_that_ends_the_process_leaves_the_others_theirs() -> None:
     good = JinjaTemplate("{{ messages[0].content }}", {})
     endless = hostile_templates.SOURCES["loops in loops"]

@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from axlearn_like.tokenizers.embedding import tokenizer_fault
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from tests.axlearn_like.tokenizers import hostile_tokenizers as hostile
 from tests.measured import check, measured
 
 
+@pytest.mark.slow
 def test_every_hostile_tokenizer_is_refused() -> None:
     found = measured(hostile.__name__)
     assert len(found) == len(hostile.CASES) > 30

@@ -56,11 +56,13 @@ def test_a_text_survives(name: str, text: str) -> None:
     assert built.decode(built.encode(text)) == text
 
 
+@pytest.mark.slow
 @given(text=TEXTS)
 def test_a_text_survives_gpt2(gpt2: HuggingFaceTokenizer, text: str) -> None:
     assert gpt2.decode(gpt2.encode(text)) == completion_text(gpt2, gpt2.encode(text)) == text
 
 
+@pytest.mark.slow
 def test_gpt2_is_the_published_one(gpt2: HuggingFaceTokenizer) -> None:
     """Ids as in OpenAI's repository of it."""
     assert gpt2.encode("Hello world") == [15496, 995]
@@ -179,6 +181,7 @@ def test_the_digest_is_of_the_content(directory: Path, tmp_path: Path) -> None:
     assert len(others | {digest}) == 6
 
 
+@pytest.mark.slow
 def test_a_copy_is_what_transformers_reads(gpt2: HuggingFaceTokenizer, shared_data: Path, tmp_path: Path) -> None:
     """Files of a pair become a tokenizer.json."""
     for source, name in ((shared_data / "gpt2-bpe", "pair"), (FOLDER / "byte_level", "whole")):

@@ -21,6 +21,7 @@ def test_an_implementation_that_is_wrong_has_no_times():
     assert errors(dataclasses.replace(workload, by={"numpy": workload.by["numpy"]}), 16)["numpy"] < 1e-6
 
 
+@pytest.mark.slow
 def test_stages_add_up_and_crossovers_are_sizes():
     found = sweep(WORKLOADS["grouped"], (16, 64), 2)
     for row in found["stages"].values():

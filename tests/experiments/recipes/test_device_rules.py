@@ -103,6 +103,7 @@ def check_sizes(cfg: Any, text: str) -> None:
     find_remat((cfg.model if given is cfg else cfg.policy).remat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(entries()) - FOR_ANY_DEVICE))
 def test_an_experiment_fits_each_kind_of_devices_or_is_refused(name: str):
     """Every slice larger than the smallest that has a rule has one, too, and sizes divide."""
@@ -142,6 +143,7 @@ def parameters(name: str) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(entries()) - FOR_ANY_DEVICE))
 def test_parameters_gradients_and_moments_fit_wherever_there_is_a_rule(name: str):
     """Nothing else is checked for GPUs; at least 15 per cent of the memory is left."""

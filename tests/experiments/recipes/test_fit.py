@@ -28,6 +28,7 @@ def found_or_none(*what: Any, **sizes: int) -> Fit | None:
         return None
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     name=st.sampled_from(MODELS),

@@ -21,6 +21,7 @@ def named(devices: str) -> Any:
     return lambda: parse_devices(devices, "devices").name
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_of_what_fits_and_of_what_was_compiled():
     for table in tables().values():
         assert table in PAGE.read_text(), f"`{COMMAND}` writes it"

@@ -38,6 +38,7 @@ def chats() -> None:
 LONG = [{"prompt": "word " * 300, "answer": "1"}] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "change", "wanted"),
     [

@@ -37,6 +37,7 @@ from tools.run import run
 PAIRS = [{"prompt": f"{a}?", "chosen": str(a), "rejected": str(a + 1)} for a in range(40)]
 
 
+@pytest.mark.slow
 def test_lengths_batch_and_split_follow_from_the_rows(model: Path) -> None:
     found = plan_start("rl", StartOptions(model=model, data="rows.jsonl", reward="reward.py:score"))
     cfg: Any = found.config
@@ -98,6 +99,7 @@ def trained_on(memory: int) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 def test_less_memory_trains_less_of_the_model_until_it_is_refused_with_what_would_fit() -> None:
     found = [trained_on(16 << 30)]
@@ -127,6 +129,7 @@ def test_a_cpus_devices_share_a_model_as_the_plan_counted_unless_it_is_small(
     assert mesh() == {"fsdp": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("model")
 @pytest.mark.parametrize("devices", ["v5e:2x4", "h100:8", "v6e:1x1"])
 @pytest.mark.parametrize("job", ["rl", "train"])
@@ -161,6 +164,7 @@ def test_a_start_from_a_bucket_has_the_same_config_on_every_machine(
     assert texts[0] == texts[1] and str(tmp_path) not in texts[0]
 
 
+@pytest.mark.slow
 def test_lora_is_trained_where_it_is_asked_for(model: Path) -> None:
     cfg: Any = start_sft(model, "rows.jsonl", lora=True, steps=3)
     assert isinstance(cfg.model.block.attention, LoRA.Config)
@@ -168,6 +172,7 @@ def test_lora_is_trained_where_it_is_asked_for(model: Path) -> None:
     assert done.finished
 
 
+@pytest.mark.slow
 def test_factors_on_an_int8_base_are_trained_exported_and_written_as_python(model: Path) -> None:
     found = plan_start("train", StartOptions(model=model, data="rows.jsonl", lora=True, steps=3))
     cfg: Any = found.config

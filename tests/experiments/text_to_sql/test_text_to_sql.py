@@ -111,6 +111,7 @@ def test_every_reference_runs_and_no_value_of_a_database_is_in_the_prompt(index:
             assert not (cells & words) - said
 
 
+@pytest.mark.slow
 def test_examples_and_steps_are_in_the_prompt_and_no_text_of_a_database_is():
     def of(**fields: Any) -> TaskMixture.Config:
         return TaskMixture.Config(families=(SqlQuestions.Config(**fields),), heldout_every=4)
@@ -193,6 +194,7 @@ def test_a_script_ends_and_makes_a_database_of_bounded_size(monkeypatch: pytest.
         memory_database(ENDLESS.format("0 FROM n", "count(*)"))
 
 
+@pytest.mark.slow
 def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Path):
     folder = f"{shared_data}/ehrsql-2024"
     test, valid = ((f"{folder}/{part}.data.json.gz", f"{folder}/{part}.label.json.gz") for part in ("test", "valid"))
@@ -218,6 +220,7 @@ def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Pa
     assert found == []
 
 
+@pytest.mark.slow
 def test_ehrsql_is_a_name_of_a_file(shared_data: Path):
     found = find_dataset("ehrsql")
     assert found is not None and found.verifier is not None
@@ -253,6 +256,7 @@ def test_a_reference_that_does_not_run_is_an_error_and_no_reward():
         SqlVerifier.Config(mixture=rows).build().score(0, "SELECT age FROM cases")
 
 
+@pytest.mark.slow
 def test_references_of_ehrsql_run_on_instances_of_its_schema(shared_data: Path):
     """Names with quotes, dates, several joins: on made rows a query equals itself and not a constant."""
     folder = shared_data / "ehrsql-2024"

@@ -34,6 +34,7 @@ def _files(tmp_path: Path, **contents: bytes) -> dict[str, Path]:
     return {name: tmp_path / name for name in contents}
 
 
+@pytest.mark.slow
 def test_files_go_there_and_come_back(server: BucketServer, tmp_path: Path):
     there = Bucket("gs://bucket/some/run", "--run-dir")
     assert there.files() == {}
@@ -120,6 +121,7 @@ def test_names_that_lead_elsewhere_are_refused(server: BucketServer):
         Bucket("gs://bucket/run", "x").files()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("url", "says"),
     [

@@ -23,6 +23,7 @@ def by_program(draw: Draw) -> np.ndarray:
     return np.asarray(jax.jit(jax.vmap(entry) if draw.key.ndim else entry)(draw.key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("entry", "layers", "stddev"), [((3, 5), 2, 0.02), ((CHUNK,), None, 1.0), ((3, CHUNK // 2 + 7), 2, 192**-0.5)]
 )
@@ -34,6 +35,7 @@ def test_a_drawn_array_has_the_bits_of_the_program(entry: tuple[int, ...], layer
     np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "dtype"),
     [
@@ -47,6 +49,7 @@ def test_constants_and_other_types_are_those_of_the_program(init: Any, dtype: An
     np.testing.assert_array_equal(drawn(draw), by_program(draw), strict=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(first=st.integers(0, 2**40 // CHUNK - 1), seed=st.integers(0, 2**32 - 1))
 def test_bits_from_an_index_on_are_those_of_the_counter(first: int, seed: int):

@@ -67,6 +67,7 @@ def compiled(**environ: str) -> str:
     return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_jax_loads_no_planted_program(tmp_path: Path):
     """Each start compiles what it may not load; the entries of a program that ran before are planted."""
     folder = str(tmp_path / "cache")
@@ -80,6 +81,7 @@ def test_jax_loads_no_planted_program(tmp_path: Path):
     assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_others_may_write_is_refused(tmp_path: Path):
     tmp_path.chmod(0o777)
     with pytest.raises(Exception, match=rf"others may write it.*chmod go-w {tmp_path}"):

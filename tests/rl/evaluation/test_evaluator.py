@@ -102,5 +102,6 @@ def test_the_shown_samples_are_the_first_of_the_first_problems_of_each_family(en
         assert row == {**expected, "finish_reason": row["finish_reason"]}
 
 
+@pytest.mark.slow
 def test_the_same_weights_give_the_same_figures_to_the_last_digit(engine: RolloutEngine):
     assert run(engine) == run(engine)

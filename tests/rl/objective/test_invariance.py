@@ -259,6 +259,7 @@ def test_divergence_from_the_sampler_and_effective_sample_size_are_those_of_all_
     assert len(each) == 1 or abs(np.mean([x for x in each if x is not None]) / ess - 1) > 1e-3
 
 
+@pytest.mark.slow
 def test_every_preset_has_a_paper_and_the_data_reach_every_branch():
     """Some tokens clipped above, some below, some not; all gradients differ where the formulas do.
 

@@ -364,6 +364,7 @@ def test_the_comparison_sees_what_stacks_get_wrong(trap: str, monkeypatch: pytes
     assert not wrong < 100 * TOLERANCE, f"{trap} changes the gradient by {wrong:.1e} of its largest entry only"
 
 
+@pytest.mark.slow
 def test_padding_that_is_multiplied_away_is_not_finite(monkeypatch: pytest.MonkeyPatch):
     """NaN behind a rollout: the layouts above hold it, so that a mask by multiplication is seen."""
     multiplying = types.SimpleNamespace(**{**vars(jnp), "where": lambda mask, value, other: value * mask})

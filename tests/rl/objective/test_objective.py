@@ -166,6 +166,7 @@ def test_padding_changes_nothing_whatever_it_holds(name):
     assert_same(got_metrics, metrics)
 
 
+@pytest.mark.slow
 def test_nan_outside_the_mask_is_selected_away_not_multiplied():
     """Run without jit: XLA may rewrite mask * x to a selection, which would hide the mistake."""
     objective = VARIANTS["rich"].build()
@@ -176,6 +177,7 @@ def test_nan_outside_the_mask_is_selected_away_not_multiplied():
     assert np.isfinite(loss) and np.isfinite(gradient).all() and gradient.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_order_changes_nothing(name):
     """Rollouts as one shuffled list with group ids instead of [groups, samples]."""

@@ -86,6 +86,7 @@ def test_on_policy_k2_follows_the_reverse_kl_and_k3_the_forward():
     assert np.abs(jax.grad(reverse_kl)(LOGITS) - jax.grad(forward_kl)(LOGITS)).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "ratio"), [("k2", "detached"), ("k3", "differentiated")])
 def test_off_policy_the_ratio_restores_the_reverse_kl(estimator, ratio):
     cfg = ReferenceKL.Config(coef=1.0, estimator=estimator, ratio=ratio)

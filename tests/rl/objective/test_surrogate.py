@@ -81,6 +81,7 @@ def test_token_clip_is_that_of_ppo(low, high, dual):
     assert ((expected_gradient == 0) & batch["action_mask"]).sum() > 3
 
 
+@pytest.mark.slow
 def test_clipped_flag_marks_exactly_the_tokens_without_gradient():
     new, batch = random_inputs()
     cfg = ClippedSurrogate.Config(low=0.2, high=0.28, dual=1.5)

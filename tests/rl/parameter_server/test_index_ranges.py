@@ -93,6 +93,7 @@ def test_a_cover_is_exact_or_refused(data: st.DataObject, shape: tuple[int, ...]
             check_cover("w", shape, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @given(st.data(), SHAPES)
 @QUICK

@@ -26,6 +26,8 @@ from rl.rollout.request import Request, RequestOutput, StopConditions
 from tests.rl.rollout.small import POLICY, assert_no_page_is_held, assert_same, drain, make_engine, params, request
 from tests.rl.tiny import tiny_params
 
+pytestmark = pytest.mark.slow
+
 LIMITS = AdapterLimits(slots=3, rank=4)
 NAMES = ("french", "poems", "sums")
 
@@ -75,7 +77,6 @@ def requests(*names: str | None) -> list[Request]:
     return [request(number, adapter=name, samples=2) for number, name in enumerate(names)]
 
 
-@pytest.mark.slow
 def test_a_mixture_draws_what_each_adapter_draws_alone(engine: RolloutEngine, plain: RolloutEngine):
     mixture = requests("french", None, "poems", "sums", "french", None, "sums", "poems")
     mixed = engine.generate(mixture)
@@ -92,7 +93,6 @@ def test_a_mixture_draws_what_each_adapter_draws_alone(engine: RolloutEngine, pl
     assert engine.stats()["compilations"] == compiled, "neither another mixture nor another adapter is compiled"
 
 
-@pytest.mark.slow
 def test_rollouts_record_the_version_of_their_adapter_or_of_the_base(engine: RolloutEngine):
     engine.load_adapter("poems", adapter("poems"), version=8)
     asked = requests("poems", None, "french")
@@ -104,7 +104,6 @@ def test_rollouts_record_the_version_of_their_adapter_or_of_the_base(engine: Rol
     engine.load_adapter("poems", adapter("poems"))
 
 
-@pytest.mark.slow
 @pytest.mark.numerics
 def test_logprobs_are_those_of_merged_weights(engine: RolloutEngine, plain: RolloutEngine):
     cfg, whole = lora_params("sums")

@@ -147,6 +147,7 @@ def test_on_tokens_hears_every_token_of_every_sample_in_order_before_the_end(eng
 # ---- what is compiled
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_shapes_that_were_met_before(engine: RolloutEngine):
     asked = mixed(20)
     engine.generate(asked)

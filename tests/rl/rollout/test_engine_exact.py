@@ -155,6 +155,7 @@ def test_turns_of_a_dialogue_reuse_pages_and_change_no_bit(name: str):
     assert cold.stats()["prefix_cache_hit_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_the_samples_of_a_request_prefill_its_prompt_once_and_share_its_pages():
     engine = engine_of("few pages, none kept")
     before = engine.stats()["prefill_tokens"]

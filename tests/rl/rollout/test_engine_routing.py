@@ -39,6 +39,8 @@ from rl.training.spec import UpdateSpec
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same
 from tests.rl.tiny import make_group, make_prompt, tiny_params, tiny_policy
 
+pytestmark = pytest.mark.slow
+
 VOCAB, MAX_PROMPT, MAX_NEW, LENGTH, TEMPERATURE = 272, 40, 12, 64, 0.8
 EXPERTS, TOP_K = 6, 2
 
@@ -148,7 +150,6 @@ def test_every_token_has_its_record_whatever_happened_to_its_pages():
     assert len({tuple(token) for one in chosen() for token in one[:, 0].tolist()}) > 5
 
 
-@pytest.mark.slow
 def test_a_cached_prefix_has_its_record_with_its_pages():
     first = engine().generate(REQUESTS[-1:])
     before = engine().stats()["prefix_cache_hit_tokens"]
@@ -159,7 +160,6 @@ def test_a_cached_prefix_has_its_record_with_its_pages():
         np.testing.assert_array_equal(b.routing, expected)
 
 
-@pytest.mark.slow
 def test_a_rollout_that_was_handed_back_goes_on_with_its_record():
     def partial(rollout: Rollout, kept: int, prompt: int) -> Rollout:
         names = ("tokens", "logprobs", "versions", "action_mask")
@@ -194,7 +194,6 @@ def scored(params: Params, **rows: Any) -> list[np.ndarray]:
     return [whole[row, len(p) - 1 :][: len(r.tokens)] for row, (p, r) in enumerate(found)]
 
 
-@pytest.mark.slow
 def test_replay_gives_the_engine_s_log_probabilities_to_the_bit_though_choices_would_flip():
     other, record = perturbed(), record_rows(pairs(), len(pairs()))
     free, replayed = scored(other, routing=np.full_like(record, CHOOSE)), scored(other, routing=record)

@@ -24,7 +24,7 @@ from tests.rl.rollout.test_engine_mesh import TWO_DEVICES
 from tests.rl.rollout.test_engine_pages import latent
 from tests.rl.tiny import tiny_params
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 POOL = 15  # pages, of which the requests below need four times as many
 PAGE = 1024 + 8  # bytes of a page of the test policy
@@ -77,7 +77,6 @@ def draw_twice(tiers: HostTiers.Config, case: str = "plain") -> RolloutEngine:
     return engine
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.full) for case in list(CASES)[1:])])
 def test_the_same_bits_from_host_memory(case: str):
     stats = draw_twice(HostTiers.Config(), case).stats()
@@ -86,7 +85,6 @@ def test_the_same_bits_from_host_memory(case: str):
     assert stats["tier_damaged"] == stats["tier_dropped"] == stats["tier_disk_bytes"] == 0
 
 
-@pytest.mark.slow
 def test_the_same_bits_from_the_disk(tmp_path: Path):
     stats = draw_twice(HostTiers.Config(host_bytes=8 * PAGE, disk=str(tmp_path))).stats()
     assert stats["tier_hits_disk"] > 5
@@ -98,7 +96,6 @@ def test_without_room_on_the_host_pages_are_computed_again(tmp_path: Path):
     assert draw_twice(tiers).stats()["tier_dropped"] > 20
 
 
-@pytest.mark.slow
 def test_a_damaged_file_is_computed_again(tmp_path: Path):
     tiers = HostTiers.Config(host_bytes=4 * PAGE, disk=str(tmp_path))
     engine = make_engine(pages=POOL, tiers=tiers)
@@ -114,7 +111,6 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path):
     assert engine.stats()["tier_damaged"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["keep_cache", "recompute"])
 def test_new_weights_meet_no_page_of_old_ones(swap: Any):
     """The same version number with other weights, as after a rewind, must not find pages of the former ones."""

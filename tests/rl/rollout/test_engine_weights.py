@@ -118,6 +118,7 @@ def test_drain_finishes_what_has_begun_and_begins_nothing_else(engine: RolloutEn
     assert_same([*finished[more[0]].rollouts, *finished[more[1]].rollouts], fresh[2])
 
 
+@pytest.mark.slow
 def test_drain_comes_to_an_end_behind_a_long_queue_and_with_few_pages():
     """Waiting requests of higher priority stand in the queue before one that must finish first."""
     engine = make_engine(OLD, 1, pages=12)

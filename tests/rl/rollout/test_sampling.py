@@ -166,6 +166,7 @@ def test_the_test_can_tell_neighbouring_distributions_apart(keys: jax.Array):
         assert np.count_nonzero(one) != np.count_nonzero(two)
 
 
+@pytest.mark.slow
 def test_draws_of_other_samples_prompts_and_positions_are_independent(keys: jax.Array):
     tokens, _ = draws({}, keys.reshape(-1))
     tokens = tokens.reshape(PROMPTS, POSITIONS, SAMPLES)

@@ -29,6 +29,8 @@ from tests.axlearn_like.tiny import ROOT
 from tests.rl.runtime.ray.experiments import checksums, parameters, run_here
 from tests.rl.tiny import make_group, make_prompt, tiny_experiment
 
+pytestmark = pytest.mark.slow
+
 KILLED = "tests.rl.runtime.ray.experiments:slow"
 
 
@@ -59,7 +61,6 @@ def changed(made: PublishedRun, update: int, index: int, **values: Any) -> Publi
     return dataclasses.replace(made, rows=rows)
 
 
-@pytest.mark.slow
 def test_a_run_is_made_again_to_the_bit_and_each_change_of_its_file_is_named(file: Path) -> None:
     made = read_published(file)
     lines: list[str] = []
@@ -78,7 +79,6 @@ def test_a_run_is_made_again_to_the_bit_and_each_change_of_its_file_is_named(fil
     assert remake(wrong, made.experiment(), 1, lines.append).difference == "weights of version 1"
 
 
-@pytest.mark.slow
 def test_some_rollouts_are_drawn_again_with_a_checkpoint_alone(file: Path, run: Path) -> None:
     made = read_published(file)
     weights = find_version(f"{run}@1")

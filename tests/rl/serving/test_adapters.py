@@ -17,6 +17,8 @@ from rl.serving.adapters import ServedAdapters, check_name
 from tests.rl.serving.running import MODEL, TOKENIZER, Running, as_prompt, make_engine, running
 from tests.rl.tiny import tiny_policy
 
+pytestmark = pytest.mark.slow
+
 KEY = "secret"
 AUTHORISED = {"Authorization": f"Bearer {KEY}"}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -66,7 +68,6 @@ def administer(server: Running, path: str, **body: Any) -> tuple[int, str]:
     return status, found["error"]["message"] if isinstance(found, dict) else found
 
 
-@pytest.mark.slow
 def test_a_request_chooses_by_model(server: Running):
     listed = server.client(KEY).models.list().data
     assert [(one.id, one.to_dict().get("parent")) for one in listed] == [(MODEL, None), ("french", MODEL)]
@@ -77,7 +78,6 @@ def test_a_request_chooses_by_model(server: Running):
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-@pytest.mark.slow
 def test_an_adapter_is_loaded_replaced_and_unloaded(server: Running, root: Path):
     french = completed(server, "french")
     assert administer(server, LOAD, lora_name="new", lora_path="poems") == (200, "adapter 'new' is loaded")

@@ -344,6 +344,7 @@ def test_the_smaller_routes_of_vllm(served: Running) -> None:
     assert same[0]["choices"] == same[1]["choices"]
 
 
+@pytest.mark.slow
 def test_an_expression_of_the_models_tokenizer_that_does_not_end_fails_its_request_alone(tmp_path: Path) -> None:
     """The library panics, which is no exception of Python's own kind."""
     path = str(

@@ -21,6 +21,8 @@ from tests.axlearn_like.tokenizers.golden_files import FOLDER
 from tests.rl.serving.running import MODEL, Running, running
 from tests.rl.tiny import tiny_params, tiny_policy
 
+pytestmark = pytest.mark.slow
+
 TEMPLATE = str(FOLDER / "templates" / "qwen3.jinja")
 PATH = str(FOLDER / "byte_level")
 # More rows than ids: the policy draws ids that are no token, and those are no text.
@@ -53,7 +55,6 @@ def two_turns(talk: Conversation, completion: Completion) -> Generator[Command, 
     talk.answered(completion.output_tokens[len(talk.tokens) - len(completion.prompt) :])
 
 
-@pytest.mark.slow
 def test_turns_of_a_conversation_keep_the_tokens_drawn(engine: RolloutEngine) -> None:
     talk = Conversation(TOKENIZER, QUESTION, rewritten="keep")
     prompt = np.asarray(talk.tokens, np.int32)
@@ -66,7 +67,6 @@ def test_turns_of_a_conversation_keep_the_tokens_drawn(engine: RolloutEngine) ->
     assert given.count(TOKENIZER.eos) == 2  # of the answer and of the question, but none that the user spelled
 
 
-@pytest.mark.slow
 def test_a_chat_is_asked_by_the_template_and_its_tokens_bytes_are_its_text(served: Running) -> None:
     client = served.client()
     options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "seed": 5, "max_tokens": 90}

@@ -49,6 +49,7 @@ def same(a: Rollout, b: Rollout) -> bool:
     return bool(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.logprobs, b.logprobs))
 
 
+@pytest.mark.slow
 def test_tokens_arrive_in_pieces_that_make_the_engines_rollouts(thread: EngineThread) -> None:
     requests = [request("one"), request("two", 1)]
 

@@ -49,6 +49,7 @@ def test_alternatives_are_there_if_more_than_the_token_is_asked_for(served: Runn
     assert all(one["top_logprobs"] == [] for one in served.post(URL, body())[1]["choices"][0]["logprobs"]["content"])
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_the_answer_and_is_one_of_its_tokens(served: Running):
     whole = served.post(URL, body())[1]["choices"][0]["token_ids"]
     cut = served.post(URL, body(stop_token_ids=[whole[3]]))[1]["choices"][0]

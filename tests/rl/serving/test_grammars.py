@@ -15,6 +15,8 @@ import pytest
 from rl.serving.chat_template import ChatTemplate
 from tests.rl.serving.running import MODEL, QUESTION, TOKENIZER, Running, make_engine, running
 
+pytestmark = pytest.mark.slow
+
 LONG = 300
 CITY: dict[str, Any] = {
     "type": "object",
@@ -53,7 +55,6 @@ def said(client: openai.OpenAI, **fields: Any) -> list[str]:
     return [choice.message.content for choice in answer.choices]
 
 
-@pytest.mark.slow
 def test_json_by_a_schema_whole_and_as_a_stream(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "city", "strict": True, "schema": CITY}}
     texts = said(client, response_format=form)
@@ -67,14 +68,12 @@ def test_json_by_a_schema_whole_and_as_a_stream(client: openai.OpenAI) -> None:
     assert streamed == texts
 
 
-@pytest.mark.slow
 def test_any_object_is_json_even_if_the_policy_would_end_at_once(client: openai.OpenAI) -> None:
     eager = {str(token): 20 for token in (*b'{}",', 256, 257)}
     for text in said(client, response_format={"type": "json_object"}, logit_bias=eager):
         assert isinstance(json.loads(text), dict)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -130,7 +129,6 @@ def test_a_word_that_is_a_stop_token_ends_the_form_where_nothing_else_may_follow
     assert re.fullmatch("[xy]", answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "style", ["tagged", pytest.param("bare", marks=pytest.mark.full), pytest.param("neither", marks=pytest.mark.full)]
 )
@@ -163,7 +161,6 @@ def test_calls_are_forced_in_the_policys_form(style: str, tmp_path: Path) -> Non
         assert list(map(calls.get, ((i, 0) for i in range(3)))) == [f"{f.name} {f.arguments}" for f in functions]
 
 
-@pytest.mark.slow
 def test_without_the_library_a_form_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with running() as served:

@@ -13,7 +13,7 @@ from tests.rl.serving.running import MODEL, QUESTION, TOKENIZER, as_prompt
 PROMPTS = ["hello", "what is 2+2?"]
 RULES: dict[str, Any] = {"temperature": 0.6, "presence_penalty": 1.0, "logit_bias": {"5": 3}, "seed": 7}
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 
 def word(token: int) -> str:
@@ -34,7 +34,6 @@ def assert_alternatives(found: dict[str, float], expected: np.ndarray, token: in
     close([found[name] for name in by_word], list(by_word.values()))
 
 
-@pytest.mark.slow
 def test_alternatives_of_completions_are_the_models(client: openai.OpenAI) -> None:
     """Several prompts and samples under rules, which change what is drawn and not what the model thinks."""
     options: dict[str, Any] = {"n": 2, "max_tokens": 9, **RULES}
@@ -52,7 +51,6 @@ def test_alternatives_of_completions_are_the_models(client: openai.OpenAI) -> No
             assert_alternatives(found, row, token, 3)
 
 
-@pytest.mark.slow
 def test_alternatives_of_chats_whole_and_as_a_stream(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 8}
     options |= {"logprobs": True, "top_logprobs": 20, "extra_body": {"return_token_ids": True}}
@@ -92,7 +90,6 @@ def test_words_as_ids_and_the_distribution_drawn_from(client: openai.OpenAI) -> 
     close(raw.choices[0].logprobs.token_logprobs, [row[token] for row, token in zip(expected, ids, strict=True)])
 
 
-@pytest.mark.slow
 def test_an_echo_with_its_logprobs_generates_or_only_scores(client: openai.OpenAI) -> None:
     for length in (6, 0):
         extra = {"return_token_ids": True}
@@ -118,7 +115,6 @@ def test_an_echo_with_its_logprobs_generates_or_only_scores(client: openai.OpenA
             assert choice.finish_reason == "length" or length
 
 
-@pytest.mark.slow
 def test_an_echo_as_a_stream_begins_with_the_prompt(client: openai.OpenAI) -> None:
     chunks = client.completions.create(model=MODEL, prompt=PROMPTS, echo=True, stream=True, seed=1, max_tokens=5)
     texts = ["", ""]
@@ -129,7 +125,6 @@ def test_an_echo_as_a_stream_begins_with_the_prompt(client: openai.OpenAI) -> No
     assert all(text.startswith(prompt) for text, prompt in zip(texts, PROMPTS, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("alternatives", [0, 3])
 def test_logprobs_of_prompts_as_vllm_writes_them(client: openai.OpenAI, alternatives: int) -> None:
     """The prompt is in the prefix cache by now, and the answer is that of a request without them."""

@@ -10,6 +10,8 @@ import pytest
 from tests.rl.serving.reference import log_softmax, logits_of
 from tests.rl.serving.running import MODEL, TOKENIZER, as_prompt
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 # Small ones: the logits of the model are near each other.
 PENALTIES = [(0.3, 0.0, 1.0), (0.0, 0.15, 1.0), (-0.3, -0.1, 1.0), (0.4, 0.1, 1.2), (0.0, 0.0, 1.3), (0.0, 0.0, 1.0)]
@@ -31,7 +33,6 @@ def penalised(logits: np.ndarray, prompt: list[int], drawn: list[int], amounts: 
     return logits - presence * (times > 0) - frequency * times
 
 
-@pytest.mark.slow
 @pytest.mark.numerics
 def test_penalties_are_vllms_in_any_company(client: openai.OpenAI) -> None:
     """Every token is the likeliest after the penalties on those before it, and its log-probability is theirs."""
@@ -62,7 +63,6 @@ def test_logprobs_of_penalised_draws_are_of_the_distribution_drawn_from(client: 
     np.testing.assert_allclose(choice.logprobs.token_logprobs, expected, rtol=0, atol=5e-5)
 
 
-@pytest.mark.slow
 def test_least_lengths_hold_back_stop_tokens_and_strings(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 20, "stop_token_ids": list(range(0, 256, 16))}
     ends = set(options["stop_token_ids"])
@@ -83,7 +83,6 @@ def test_least_lengths_hold_back_stop_tokens_and_strings(client: openai.OpenAI) 
         assert held == (text if at < 0 else text[:at])
 
 
-@pytest.mark.slow
 def test_an_end_is_part_of_the_text_if_it_is_to_be_whole_and_as_a_stream(client: openai.OpenAI) -> None:
     text, ids, _ = complete(client, seed=1, ignore_eos=True, max_tokens=20)
     at = next(i for i in range(2, len(text) - 2) if text[i : i + 2].isascii() and text.count(text[i : i + 2]) == 1)

@@ -31,6 +31,8 @@ from tests.axlearn_like.tiny import Counting
 from tests.rl.tiny import tiny_experiment, tiny_policy
 from tests.rl.training.test_trainer import Roles, hand_made
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 PEAK = 1e9  # FLOP/s of this device, so that there is an MFU
 
@@ -93,7 +95,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_no_operation_changes_a_bit(whole: Path, tmp_path: Path):
     plain = tiny_experiment(num_steps=STEPS, evaluation=None)
     plain.trainer.set(watchdog=None)
@@ -104,7 +105,6 @@ def test_no_operation_changes_a_bit(whole: Path, tmp_path: Path):
     assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
 
 
-@pytest.mark.slow
 @pytest.mark.numerics
 def test_goodput_accounts_for_the_whole_session(whole: Path):
     told = read_rows(whole / "run" / "events.jsonl")
@@ -160,7 +160,6 @@ def test_writers_get_every_row(whole: Path):
     assert read_rows(whole / "run" / "copies-0.jsonl") == rows_of(whole / "run")
 
 
-@pytest.mark.slow
 def test_a_wrong_bit_is_found_and_nothing_is_saved(tmp_path: Path):
     """The step of the loop is replaced by one whose second result of a check has another bit."""
     cfg = tiny_experiment(evaluation=None)
@@ -193,7 +192,6 @@ def submit_live(roles: Roles, live: int) -> None:
         assert roles.controller.submit(lease.id, tuple(groups))
 
 
-@pytest.mark.slow
 def test_the_step_is_compiled_for_the_rows_that_batches_can_have_and_no_more(tmp_path: Path):
     cfg = tiny_experiment(evaluation=None)
     cfg.trainer.set(row_multiple=2)

@@ -15,6 +15,8 @@ from tests.bounds import within
 from tests.rl.tiny import tiny_params
 from tests.rl.training.test_trainer import STEPS, Roles, config, host
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (12, 6)
 
 
@@ -32,7 +34,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Roles:
     return roles
 
 
-@pytest.mark.slow
 @pytest.mark.numerics
 def test_trainer_and_sampler_agree_and_the_wasted_tokens_are_reported(uninterrupted: Roles):
     rows = uninterrupted.rows()
@@ -51,7 +52,6 @@ def test_there_are_no_more_programs_than_lengths(uninterrupted: Roles):
     assert len(compiled) == step.accumulate.compiled + 1  # pyright: ignore
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_been(uninterrupted: Roles, tmp_path: Path):
     killed = Roles.make(tmp_path / "r", packed())
     killed.advance(3)
@@ -64,7 +64,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(uninterrupted: Roles, tmp_p
     assert resumed.rows() == uninterrupted.rows()
 
 
-@pytest.mark.slow
 def test_a_length_too_many_is_refused_and_a_step_can_be_repeated(tmp_path: Path):
     """Silent corruption is looked for by a second step: microbatches are not given away by the first."""
     roles = Roles.make(tmp_path / "r", packed(max_compilations=1, sdc_check=SDCCheck.Config(every=1)))

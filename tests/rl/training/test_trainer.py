@@ -32,6 +32,8 @@ from tests.rl.parameter_server.small import publish, pull
 from tests.rl.tiny import make_group, tiny_experiment, tiny_params, tiny_run
 from tests.rl.training.whole_groups import pack_groups
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 SAVE_EVERY = 2  # of the tiny experiment
 
@@ -155,7 +157,6 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 # ---- a whole run
 
 
-@pytest.mark.slow
 @pytest.mark.numerics
 def test_trainer_and_sampler_agree_on_every_batch(uninterrupted: Roles):
     """The same weights, other programs, float32: at most 1.2e-5 on a token (measured 2e-6), 1.2e-6 in the mean."""
@@ -193,7 +194,6 @@ def test_the_newest_version_is_what_the_trainer_has(uninterrupted: Roles):
     assert uninterrupted.controller.status()["consumed_steps"] == STEPS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("crash_at", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_killed_run_goes_on_as_if_nothing_had_been(uninterrupted: Roles, crash_at: int, tmp_path: Path):
     """Parameters, optimizer, every metric and every version still held are equal to the bit."""
@@ -238,7 +238,6 @@ def test_an_update_raises_the_better_rollouts_against_the_others(fresh: Roles):
     assert row["train_tokens"] == sum(len(g.prompt.tokens) - 1 + 4 + 6 + 2 + 5 for g in groups)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero_variance", ["keep", pytest.param("drop", marks=pytest.mark.full)])
 def test_a_batch_without_a_gradient_moves_nothing_though_adam_has_momentum(tmp_path: Path, zero_variance: str):
     """Parameters, moments and schedule are the same to the bit; the batch is consumed, counted and alarmed."""
@@ -287,7 +286,6 @@ def test_engine_and_trainer_score_the_same_tokens_alike(fresh: Roles):
     assert logprobs[batch["action_mask"]].max() > -1 and logprobs[batch["action_mask"]].min() < -6  # far from uniform
 
 
-@pytest.mark.slow
 def test_checkpoints_are_told_when_they_are_on_disk(tmp_path: Path):
     roles = Roles.make(tmp_path / "r", config())
     roles.advance(STEPS)

@@ -70,6 +70,7 @@ def test_scores_come_back_in_order(verifier: Verifier):
     assert verifier.score([], []) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["hang", "hang-in-c"])
 def test_a_hang_times_out_alone(verifier: Verifier, action: str):
     restarts = verifier.stats()["restarts"]
@@ -191,6 +192,7 @@ def test_processes_killed_or_stopped_while_idle_are_replaced(verifier: Verifier,
     assert [(s.reward, s.status) for s in scores] == [(i / 1000, "ok") for i in range(100)]
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_work_costs_no_score(verifier: Verifier):
     restarts = verifier.stats()["restarts"]
     stop = threading.Event()

@@ -127,6 +127,7 @@ def test_runs_are_listed_and_watched_by_their_urls_and_nothing_is_written(
     assert "gs://bucket/runs/none holds nothing" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_policies_of_a_run_in_a_bucket_are_listed_and_reported(
     server: BucketServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -51,6 +51,7 @@ def test_flops_and_cache_of_a_token_are_those_by_hand():
     assert "sinks" in answer("show", "gpt-oss-20b")["decode_kernels"]["tpu"]
 
 
+@pytest.mark.slow
 def test_latent_attention_caches_576_numbers_of_a_token_in_each_layer():
     found = answer("show", "DeepSeek-V3", "--topology", "h100:8")
     assert found["latent_bytes"] == 61 * 576 * 2

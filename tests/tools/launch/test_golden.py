@@ -66,6 +66,7 @@ def test_a_submission_is_a_config_like_any_other(name: str, monkeypatch: pytest.
     assert to_text(from_text(to_text(CASES[name]))) == to_text(CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, cfg in CASES.items() if cfg.on == "gke"])
 def test_a_cluster_accepts_the_manifests_and_no_field_is_unknown(
     name: str, plans: dict[str, LaunchPlan], shared_data: Path

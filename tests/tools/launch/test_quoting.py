@@ -254,6 +254,7 @@ def pack(path: Path, files: dict[str, bytes]) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
+@pytest.mark.slow
 @given(FILE, TEXT)
 @example("a b$(touch hit)`touch hit`", "$(touch hit)")
 @example("-n'\"\n~*", "$$")

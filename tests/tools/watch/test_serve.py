@@ -108,6 +108,7 @@ def test_it_listens_on_loopback_alone_and_a_taken_port_is_refused(server: Report
         ReportServer(run, server.server_port)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_address_and_ends_on_ctrl_c(run: Path) -> None:
     command = [sys.executable, "-m", "tools.cli", "watch", "--serve", str(run)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

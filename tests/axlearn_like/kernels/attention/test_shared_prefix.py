@@ -192,6 +192,7 @@ def test_what_cudnn_is_asked_is_what_xla_makes_of_a_group(arrays, case):
         np.testing.assert_allclose(grad, slope, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [SharedPrefix(130, 2, 150), SharedPrefixes(130, 300)])
 def test_on_gpus_a_group_is_cudnn_forward_and_backward_and_stores_no_scores(monkeypatch, rows):
     """Lowered for CUDA, not run: the calls are in the program, and no array of scores of all heads."""

@@ -44,6 +44,7 @@ def test_products_are_those_of_float64_and_rows_have_their_bits_in_any_batch():
     check_rows(run, x, [1, 8], [3])
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_float64_and_rows_have_their_bits_in_any_batch():
     x = numbers(40, 300)
     run = jax.jit(partial(exact_row_sums, squares=True, interpret=True))

@@ -39,6 +39,7 @@ def test_against_plain_attention_in_float64(name: str, pages: int):
     case.check(*case.run(cascade_attention, tiles=tiles, sizes=BlockSizes(shared_keys=pages * PAGE)), tolerance=2e-5)
 
 
+@pytest.mark.slow
 def test_parts_without_keys_have_no_weight():
     mixed, sums = jnp.ones((1, 2, 4)), jnp.full((1, 2, 128), 3.0)
     empty = jnp.zeros_like(mixed), jnp.full_like(sums, MASKED)

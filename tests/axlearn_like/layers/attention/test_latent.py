@@ -60,6 +60,7 @@ def expected(p: dict[str, Any], x: np.ndarray, positions: np.ndarray, segments: 
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_rank", [None, 7])
 def test_it_is_the_equation(q_rank):
     graphdef, params = initialise(config(q_rank=q_rank))
@@ -119,6 +120,7 @@ def compiled(decode: str) -> tuple[Any, Any]:
     return (np.asarray(scored), np.asarray(cached)), kept
 
 
+@pytest.mark.slow
 def test_pages_of_latents_give_what_scoring_gives():
     (scored, cached), (pages, fed) = compiled("expanded")
     np.testing.assert_array_equal(cached[:, :8], scored[:, :8])  # prefill
@@ -127,6 +129,7 @@ def test_pages_of_latents_give_what_scoring_gives():
     assert np.all(np.isfinite(pages[2, :8])) and np.all(np.isnan(pages[2, 8:])), "one vector for each token"
 
 
+@pytest.mark.slow
 def test_absorbed_decoding_differs_by_rounding_alone():
     (scored, cached), _ = compiled("absorbed")
     np.testing.assert_array_equal(cached[:, :8], scored[:, :8])  # prefill is exact

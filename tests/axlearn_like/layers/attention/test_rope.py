@@ -77,6 +77,7 @@ def test_the_scaling_reaches_the_angles():
     assert scaled[-1] == plain[-1] / 4
 
 
+@pytest.mark.slow
 def test_interpolation_is_a_shorter_position():
     x = RNG.normal(size=(1, 2, 1, 8)).astype(np.float32)
     cfg = Rope.Config(head_dim=8, scaling=LinearScaling.Config(factor=4.0))
@@ -99,6 +100,7 @@ def test_yarn_keeps_fast_waves_slows_slow_ones_and_enlarges_scores():
     np.testing.assert_allclose(cos, 0.1 * math.log(4) + 1)
 
 
+@pytest.mark.slow
 def test_dynamic_scaling_changes_tokens_behind_the_original_length_alone():
     plain, dynamic = (
         Rope.Config(head_dim=8, scaling=scaling).build(rngs=nnx.Rngs(0))
@@ -113,6 +115,7 @@ def test_dynamic_scaling_changes_tokens_behind_the_original_length_alone():
     assert np.all(np.abs(dynamic(behind)[0] - plain(behind)[0])[0, :, 1:].max(axis=0) > 1e-4)
 
 
+@pytest.mark.slow
 def test_neighbouring_pairs_turn_as_halves_of_a_sorted_head_do():
     query, key = RNG.normal(size=(2, 1, 3, 1, 8)).astype(np.float32)
     positions = jnp.array([[0, 3, 50]])

@@ -32,6 +32,7 @@ def of_each_row(cell: Cell, rows: int) -> Cell:
     return Cell(*(np.broadcast_to(x, (rows, *x.shape[1:])) for x in (k, cell.v)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "window", "sinks"),
     [

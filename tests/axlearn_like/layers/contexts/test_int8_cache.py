@@ -18,6 +18,7 @@ from axlearn_like.layers.contexts.paged import PagedContext
 PAGE, PAGES, HEADS, WIDTH = 16, 9, 2, 32
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-20, 20), dtype=st.sampled_from(["float32", "bfloat16"]))
 def test_an_entry_moves_by_at_most_a_254th_of_the_largest(seed: int, exponent: int, dtype: str):
@@ -61,6 +62,7 @@ def attend(q: Any, k: Any, v: Any, pool: Any, table: Any, starts: Any, counts: A
     return mixed, pool
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     "parts", [[16, 16, 5], *(pytest.param(parts, marks=pytest.mark.full) for parts in ([37], [1] * 37))]

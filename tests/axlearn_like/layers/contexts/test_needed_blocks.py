@@ -12,7 +12,7 @@ from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.layers.contexts.blocks import attend_blocks, key_blocks
 from axlearn_like.layers.contexts.window import attend_needed
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 UNUSED: Any = None  # kernels
 ROWS, HEADS, PER_HEAD = 3, 2, 3

@@ -63,10 +63,12 @@ def group_logits(prefix, lengths, last, completions) -> np.ndarray:
     return np.asarray(logits)[:, PREFIX:].reshape(len(PROMPTS), COMPLETIONS, SIZE, -1)
 
 
+@pytest.mark.slow
 def test_group_equals_unshared_forward(completions, expected):
     np.testing.assert_allclose(group_logits(*prefixes(), completions), expected, atol=6e-5)
 
 
+@pytest.mark.slow
 def test_packed_segments_do_not_see_each_other():
     rows = [[1, 2, 3, 4], [5, 6, 7]]
     packed = np.array([[*rows[0], *rows[1], 0], [*rows[0], 0, 0, 0, 0], [*rows[1], 0, 0, 0, 0, 0]])
@@ -85,6 +87,7 @@ def test_padding_of_the_prefix_changes_nothing(completions):
     np.testing.assert_array_equal(outs[0], outs[1])
 
 
+@pytest.mark.slow
 def test_packed_groups_equal_unshared_forward(completions, expected):
     """All three prompts in one row, then completions of different lengths in any order, and padding."""
     size, order = 20, [(1, 0, 4), (0, 2, 3), (2, 1, 1), (0, 0, 4), (1, 2, 2), (2, 0, 3)]

@@ -76,6 +76,7 @@ CASES = {
 EVERY_RUN = (("plain", 4), ("drafts, cap and sinks", 4), ("window and shared", 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "at_once"),
     [
@@ -124,6 +125,7 @@ def attention64(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.n
     return np.einsum("kqs,skh->kqh", weights / total, v[first:])
 
 
+@pytest.mark.slow
 def test_attention_to_keys_to_come_is_refused():
     ones = jnp.ones((1, 1), jnp.int32)
     context = PagedDecodeContext(ones, ones[0], ones[0], chunk=1, pages=4)

@@ -69,11 +69,13 @@ def prefilled(tokens: int) -> tuple[list[np.ndarray], Any]:
     return found, pool
 
 
+@pytest.mark.slow
 def test_prefill_in_pages(expected):
     found, _ = prefilled(LENGTH)
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_decoding_in_windows(expected):
     _, pool = prefilled(LENGTH - 1)
     lengths = jnp.full(ROWS, LENGTH - 1)
@@ -87,6 +89,7 @@ def test_decoding_in_windows(expected):
     np.testing.assert_allclose(found[:, 0], expected[:, -1], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_groups_of_completions():
     lengths, prefix, completions, size = [5, 9], 9, 2, 7
     x = reference.inputs(batch=2, length=prefix + completions * size, heads=HEADS, width=WIDTH)
@@ -102,6 +105,7 @@ def test_groups_of_completions():
             np.testing.assert_allclose(found[group, :length], expected[:length], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_packed_groups_of_completions():
     """Two prefixes of 5 and 9 tokens and completions of 7, 3 and 6 of them, each as in a row of its own."""
     lengths, pieces, prefix, size = [5, 9], [(1, 7), (0, 3), (1, 6)], 16, 20

@@ -30,6 +30,7 @@ def cells_of(keys: np.ndarray, values: np.ndarray, size: int) -> list[Cell]:
     return cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 20], ids=["a token", "drafts, more than 48 queries of a head"])
 @pytest.mark.parametrize(("size", "width"), [(96, 32), *(pytest.param(*s, marks=FULL) for s in ((32, 32), (352, 80)))])
 def test_a_window_of_half_blocks_changes_no_bit(size: int, width: int, length: int):
@@ -53,6 +54,7 @@ def test_a_window_of_half_blocks_changes_no_bit(size: int, width: int, length: i
     assert found.tobytes() == np.asarray(jax.jit(whole)(q, keys, values)).tobytes()
 
 
+@pytest.mark.slow
 def test_windows_hold_the_pages_of_their_rows_as_far_as_they_are_needed():
     rng, page_size, heads, width, size = np.random.default_rng(0), 16, 2, 32, 352  # cells of 64, 64, 128 and 96 keys
     groups, pages = (2, 3), size // page_size

@@ -51,6 +51,7 @@ def in_order(receiver: int) -> np.ndarray:
     return np.concatenate([X[s, starts[s, e] : starts[s, e] + SIZES[s, e]] for e in experts for s in range(DEVICES)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [17, 8, 5])
 def test_every_row_reaches_its_expert_in_one_of_the_rounds_and_comes_back(capacity):
     received = [in_order(receiver) for receiver in range(DEVICES)]

@@ -65,6 +65,7 @@ def on_meshes() -> list[Any]:
     return [computed(sizes).tolist() for sizes in ({"tensor": 8}, {"data": 2, "tensor": 4})]
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_neither_devices_nor_other_tokens_change_a_bit():
     alone, right = computed({}), expected()

@@ -60,6 +60,7 @@ def softmax_weights(p: Any, experts: np.ndarray) -> np.ndarray:
     return picked / picked.sum(-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_softmax_experts_are_those_of_every_token_by_itself():
     layer, params = run(SOFTMAX)
     y, aux = layer(params, X)
@@ -71,6 +72,7 @@ def test_softmax_experts_are_those_of_every_token_by_itself():
     assert aux.metrics["expert_rounds_max"] == 1
 
 
+@pytest.mark.slow
 def test_sigmoid_experts_and_the_shared_one_are_too():
     layer, params = run(SIGMOID)
     y, aux = layer(params, X)
@@ -80,6 +82,7 @@ def test_sigmoid_experts_and_the_shared_one_are_too():
     np.testing.assert_allclose(y, brute_force(params, experts, 2.0 * picked / picked.sum(-1, keepdims=True)), atol=5e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_all_experts_computed_for_all_tokens():
     graphdef, params = initialise(SOFTMAX)
     dy = np.random.default_rng(2).normal(size=X.shape).astype(np.float32)
@@ -102,6 +105,7 @@ def test_gradients_are_those_of_all_experts_computed_for_all_tokens():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
 
 
+@pytest.mark.slow
 def test_replay_of_its_own_choice_changes_no_bit():
     for cfg in (SOFTMAX, SIGMOID):
         layer, params = run(cfg)
@@ -110,6 +114,7 @@ def test_replay_of_its_own_choice_changes_no_bit():
         np.testing.assert_array_equal(again, y)
 
 
+@pytest.mark.slow
 def test_replay_of_another_choice_forces_it_and_the_router_still_learns():
     graphdef, params = initialise(SOFTMAX)
     drawn = np.random.default_rng(3).random((*X.shape[:2], EXPERTS))
@@ -125,6 +130,7 @@ def test_replay_of_another_choice_forces_it_and_the_router_still_learns():
     assert np.abs(grads["router"]["weight_de"]).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cfg", [pytest.param(SOFTMAX, id="softmax"), pytest.param(SIGMOID, id="sigmoid", marks=pytest.mark.full)]
 )
@@ -155,11 +161,13 @@ def test_padding_has_no_expert_and_no_part_in_the_balance(cfg):
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves((nothing, none.losses)))
 
 
+@pytest.mark.slow
 def test_routing_is_kept_only_where_it_is_asked_for():
     layer, params = run(SOFTMAX.clone(record_routing=False))
     assert layer(params, X)[1].routing is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cfg", [pytest.param(SIGMOID, id="sigmoid"), pytest.param(SOFTMAX, id="softmax", marks=pytest.mark.full)]
 )
@@ -172,6 +180,7 @@ def test_a_token_is_the_same_to_the_bit_alone_and_in_any_batch(cfg):
     np.testing.assert_array_equal(layer(params, x[::-1, :4])[0][::-1], together[:, :4])
 
 
+@pytest.mark.slow
 def test_a_decoder_adds_up_losses_and_returns_routing_by_layer():
     cfg = small_decoder(num_layers=2)
     assert isinstance(cfg.block, Block.Config)

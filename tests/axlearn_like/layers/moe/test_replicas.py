@@ -57,6 +57,7 @@ def ragged_all_to_all(x: jax.Array, out: jax.Array, *slices: jax.Array, axis_nam
     return out
 
 
+@pytest.mark.slow
 def test_tpus_send_each_slot_its_expert_and_add_gradients_up_as_others_do(monkeypatch: pytest.MonkeyPatch):
     """Two experts on each of two devices, three slots; numbers that are exact in one order alone."""
     weights = np.random.default_rng(0).normal(size=(2, 2, 5, 3)).astype(np.float32)

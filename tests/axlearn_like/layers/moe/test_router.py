@@ -31,6 +31,7 @@ def logits(cfg: Any) -> np.ndarray:
     return X.astype(np.float64) @ np.asarray(params["weight_de"], np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_softmax_takes_the_likeliest(renormalise):
     cfg = SoftmaxRouter.Config(top_k=3, renormalise=renormalise, load_balance=0.5, z_loss=0.25)
@@ -75,6 +76,7 @@ def test_sigmoid_chooses_with_the_bias_and_weighs_without_it():
     assert routed.losses["balance_bias"] == 0
 
 
+@pytest.mark.slow
 def test_only_experts_of_the_best_groups_are_taken():
     cfg = SigmoidRouter.Config(top_k=3, groups=4, groups_kept=2)
     _, params = initialise(cfg.clone(dim=DIM, num_experts=EXPERTS))
@@ -90,6 +92,7 @@ def test_only_experts_of_the_best_groups_are_taken():
     assert changed > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "loss", "parameter"),
     [
@@ -126,6 +129,7 @@ def test_the_gradient_of_the_bias_is_the_excess_of_the_load():
     np.testing.assert_allclose(grads["balance_bias_e"], load * EXPERTS - 1, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_balanced_router_has_a_loss_of_one():
     """Every expert equally likely for somebody: tokens are basis vectors, the weights a diagonal."""
     cfg = SoftmaxRouter.Config(top_k=1, load_balance=1.0)
@@ -137,6 +141,7 @@ def test_a_balanced_router_has_a_loss_of_one():
     np.testing.assert_allclose(all_to_one.losses["load_balance"], EXPERTS, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_given_experts_are_taken_with_todays_weights_and_gaps_are_chosen():
     cfg = SoftmaxRouter.Config(top_k=2)
     own = route(cfg)

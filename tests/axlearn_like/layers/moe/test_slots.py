@@ -43,6 +43,7 @@ def on_devices() -> list[Any]:
         return jax.jit(lambda p, *args: bind(graphdef, p)(*args)[0])(held, *inputs()).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_experts_in_slots_have_the_bits_of_one_device():
     """Experts of three to a token: without slots, sums of two devices' parts would be rounded otherwise."""
@@ -54,6 +55,7 @@ def test_experts_in_slots_have_the_bits_of_one_device():
     assert np.abs(alone).max() > 0.1
 
 
+@pytest.mark.slow
 def test_rows_go_to_the_slots_of_their_expert_by_its_shares():
     rng, table = np.random.default_rng(2), PLAN.experts[0]
     chosen = rng.choice(EXPERTS + 1, size=500, p=np.append(LOADS[0] / LOADS.sum() * 0.9, 0.1)).astype(np.int32)

@@ -18,6 +18,7 @@ from tests.axlearn_like.layers.small import initialise
 X = jax.random.normal(jax.random.key(0), (8, 1, 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_cut_layer_and_head_compute_the_same_bits(tied: bool):
     cfg = tiny(vocab_size=640, dim=64, hidden=576, num_layers=1).set(head=None if tied else Head.Config())

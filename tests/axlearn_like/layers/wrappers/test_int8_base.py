@@ -45,6 +45,7 @@ def rounded(weight: np.ndarray, inputs: int) -> np.ndarray:
     return np.round(weight / scale) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"separate": True}, {"magnitudes": True}])
 def test_it_computes_with_the_matrices_that_numpy_rounds(options: dict[str, Any]):
     cfg = with_lora(small_decoder(num_layers=2), base="int8", **options)
@@ -92,6 +93,7 @@ def test_it_computes_with_the_matrices_that_numpy_rounds(options: dict[str, Any]
         np.testing.assert_allclose(leaf, flat(plain_params(like_graphdef, params))[name], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_float_checkpoint_trains_factors_alone_and_is_resumed(tmp_path: Path):
     base = tiny_trainer(4).build()
     base.run(tmp_path / "base", progress=False)

@@ -106,6 +106,7 @@ def run() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_weights_are_the_sum_that_numpy_makes(run: dict[str, Any]):
     for name, product in PRODUCTS.items():
         layer, _, inside = name.partition("/")
@@ -123,6 +124,7 @@ def test_all_else_is_as_it_was(run: dict[str, Any]):
     assert "layers/feed_forward/router/weight_de" in same
 
 
+@pytest.mark.slow
 def test_with_factors_of_zero_it_is_the_inner_model_to_the_bit():
     cfg = LoRA.Config(inner=Attention.Config(dim=16, num_heads=2), rank=RANK)
     graphdef, params = initialise(cfg)
@@ -210,6 +212,7 @@ def assert_only_factors_learn(trained: dict[str, Any]) -> None:
     assert losses[2] < losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_it_begins_as_the_inner_model_and_only_factors_learn():
     assert_only_factors_learn(summary(steps(None, 3)))
 
@@ -230,6 +233,7 @@ def test_factors_are_spread_as_their_matrix_and_give_the_results_of_one_device()
     assert found["apart"]["born"] == 0 and within(max(found["apart"].values()), 2e-3)
 
 
+@pytest.mark.slow
 def test_a_plain_checkpoint_becomes_the_start():
     cfg = adapted()
     _, plain = initialise(plain_config(cfg))
@@ -274,6 +278,7 @@ def test_what_cannot_be_adapted_is_refused(changes: dict[str, Any], message: str
         build_abstract(cfg)
 
 
+@pytest.mark.slow
 def test_dropout_is_on_the_input_of_the_first_factor():
     cfg = LoRA.Config(inner=FeedForward.Config(dim=16, hidden=8, activation="relu"), rank=RANK, dropout=0.5)
     graphdef, params = initialise(cfg)
@@ -333,6 +338,7 @@ def test_some_matrices_can_be_chosen():
     assert isinstance(bind(graphdef, params), LoRA)
 
 
+@pytest.mark.slow
 def test_magnitudes_are_the_norms_of_outputs_and_no_gradient_flows_through_the_norms():
     """DoRA by numpy; at first it is the inner layer."""
     cfg = LoRA.Config(
@@ -372,6 +378,7 @@ def feed_forward(separate: bool) -> tuple[Any, Any]:
     return graphdef, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), params)
 
 
+@pytest.mark.slow
 def test_separate_products_have_the_gradients_that_numpy_makes_in_float64():
     graphdef, params = feed_forward(separate=True)
     rng, scale = np.random.default_rng(2), 16.0 / RANK
@@ -404,6 +411,7 @@ def test_separate_products_have_the_gradients_that_numpy_makes_in_float64():
     np.testing.assert_allclose(of_x, into @ up.T, rtol=2e-4, atol=2e-5 * np.abs(into @ up.T).max())
 
 
+@pytest.mark.slow
 def test_no_gradient_of_a_matrix_is_computed_where_products_are_separate():
     x, flops = jnp.ones((4, 64, 16)), []
     for separate in (False, True):
@@ -417,6 +425,7 @@ def test_no_gradient_of_a_matrix_is_computed_where_products_are_separate():
     assert flops[1] <= 4 * 256 * matrices + 6 * 256 * factors_of + elementwise, "without the last"
 
 
+@pytest.mark.slow
 def test_separate_products_are_those_of_an_engine_that_has_the_adapter_beside_its_base():
     """Every logit to the bit, in float32, of rows whose adapter is gathered from a bank and of rows trained."""
     cfg = small_decoder(num_layers=2)

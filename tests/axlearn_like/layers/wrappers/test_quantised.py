@@ -33,6 +33,7 @@ PLAIN = SwiGLU.Config(dim=8, hidden=12)
 X = jax.random.normal(jax.random.key(0), (2, 3, 8))
 
 
+@pytest.mark.slow
 def test_a_wrapped_layer_is_the_layer_with_rounded_weights():
     graphdef, params = initialise(QuantisedWeights.Config(inner=PLAIN, skip="up_*"))
     plain, _ = initialise(PLAIN)
@@ -58,6 +59,7 @@ def test_held_weights_compute_what_was_trained(activations):
     np.testing.assert_array_equal(found, jax.jit(lambda params: bind(trained, params)(X)[0])(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cfg",
     [
@@ -81,6 +83,7 @@ def test_a_held_vocabulary_looks_up_and_scores_as_its_rounded_table(cfg):
             np.testing.assert_array_equal(layer(tokens, dtype, context), expected(tokens, dtype, context))
 
 
+@pytest.mark.slow
 def test_a_decoder_is_held_in_blocks_and_an_engine_keeps_rounded_products():
     cfg: Any = small_decoder(num_layers=2).set(head=Head.Config())
     how = StoredWeights.Config(numbers="int4", group=4, layers=("feed_forward",), vocabulary="int8")

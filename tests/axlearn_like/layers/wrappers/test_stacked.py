@@ -71,6 +71,7 @@ def output(layers: Any, index: int, *, stack: bool) -> jax.Array:
     return one.feed_forward(jnp.asarray(X))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Experts, pytest.param(BiasedExperts, marks=pytest.mark.full)])
 def test_experts_in_a_stack_have_the_bits_of_those_cut_out(kind: type[Experts]):
     """The values, by the kernel for TPUs."""
@@ -86,6 +87,7 @@ def held_as(**how: Any) -> tuple[Any, Any]:
     return split(build_abstract(held))[0], stored_params(build_abstract(held), initialise(cfg)[1])
 
 
+@pytest.mark.slow
 def test_experts_of_int8_in_a_stack_are_those_cut_out():
     """The same bits without the kernel, and by it the values of their numbers and scales."""
     found = outputs(*held_as())
@@ -93,6 +95,7 @@ def test_experts_of_int8_in_a_stack_are_those_cut_out():
     np.testing.assert_allclose(found[2], found[0], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"group": 8}, {"numbers": "int4"}, {"numbers": "fp8"}])
 def test_experts_of_other_numbers_are_scanned_over(how: dict[str, Any]):
     assert keep_in_stack(bind(*held_as(**how)).layers, jnp.float32)[1] is None
@@ -126,6 +129,7 @@ def test_what_no_kernel_reads_is_scanned_over_as_it_was():
     assert keep_in_stack(experts, jnp.bfloat16)[1] is None  # to be cast, one layer at a time
 
 
+@pytest.mark.slow
 def test_a_layer_that_holds_other_matrices_as_numbers_gets_its_own():
     cfg = mixture(Experts.Config(hidden=24))
     held = stored_config(cfg, StoredWeights.Config(layers=("attention",)))

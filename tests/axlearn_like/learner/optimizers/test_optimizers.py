@@ -29,6 +29,7 @@ def decays(name: str) -> float:
     return 0.0 if name == "scale" else 1.0
 
 
+@pytest.mark.slow
 def test_lion_is_the_sign_of_a_momentum():
     def direction(name: str, grads: Any, p: Any) -> Any:
         m = np.zeros_like(p)
@@ -60,6 +61,7 @@ def run(transformation: Any, params: Any, grads: list[Any]) -> list[Any]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [{}, {"nesterov": False, "update_rms": None, "beta": 0.9}])
 def test_muon_equals_optax_for_each_layer_as_a_matrix(cfg: dict[str, Any]):
     muon = Muon.Config(**cfg).build().transformation()
@@ -79,6 +81,7 @@ def test_muon_equals_optax_for_each_layer_as_a_matrix(cfg: dict[str, Any]):
     close(separate(ours), run(reference, grads[0], grads)[-1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_makes_heads_into_matrices_if_told_so():
     muon = Muon.Config(matrices=Matrices.Config(stack="ekq"), nesterov=False, update_rms=1.0, steps=12).build()
     params = jax.tree.map(jnp.asarray, arrays(0))
@@ -97,6 +100,7 @@ def test_newton_schulz_tends_to_the_orthogonal_factor():
     np.testing.assert_allclose(found, u @ vt, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_muon_leaves_the_rest_to_its_others():
     params, state, _ = train(learner(Muon.Config(others=SGD.Config(momentum=0.5, weight_decay=0.3))))
     expected, _, _ = train(learner(SGD.Config(momentum=0.5, weight_decay=0.3)))
@@ -117,6 +121,7 @@ def adafactor_of_optax(cfg: Adafactor.Config) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "min_size"),
     [({}, 4), ({"clip_rms": None, "min_param_rms": None, "momentum": 0.7, "decay_rate": 0.6}, 128)],
@@ -141,6 +146,7 @@ def test_adafactor_equals_optax_for_each_layer_as_a_matrix(cfg: dict[str, Any], 
     close(jax.tree.map(jnp.negative, separate(ours)), expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_factored_moments_are_small():
     state = train(learner(Adafactor.Config(min_size=4)), updates=1)[1]["optax"]
     floats = sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim)
@@ -148,6 +154,7 @@ def test_factored_moments_are_small():
     assert floats == vectors
 
 
+@pytest.mark.slow
 def test_whatever_optax_has_is_an_optimizer():
     cfg = learner(Optax.Config(direction=config_for(optax.contrib.scale_by_ademamix, alpha=2.0), weight_decay=0.1))
     reference = optax.contrib.ademamix(0.1, alpha=2.0, weight_decay=0.1, mask=None)

@@ -64,6 +64,7 @@ def test_numpy_decodes_as_the_textbook_does(rule: MinSum):
     np.testing.assert_allclose(found, expected, rtol=0, atol=0 if rule.fixed else 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [pytest.param(rule, marks=[] if rule.fixed else pytest.mark.full, id=str(rule)) for rule in RULES]
 )

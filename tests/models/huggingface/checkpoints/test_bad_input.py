@@ -256,6 +256,7 @@ def swapped(weight_map: dict[str, str]) -> dict[str, str]:
     return {QUERY: next(file for file in weight_map.values() if file != weight_map[QUERY])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [1, 2])
 def test_each_is_refused_in_one_message_and_nothing_is_written(tmp_path, files, subtests):
     """One test for all: that a model is made once, and copied."""

@@ -11,12 +11,14 @@ from tests.measured import check, measured
 from tests.models.huggingface.checkpoints import hostile_models
 
 
+@pytest.mark.slow
 def test_every_hostile_model_is_refused() -> None:
     found = measured(hostile_models.__name__)
     assert len(found) == len(hostile_models.CASES) > 60
     check(found)
 
 
+@pytest.mark.slow
 def test_a_header_of_many_tensors_is_read(tmp_path: Path) -> None:
     """A third of what all files of the largest models hold, in one file."""
     header = {

@@ -154,6 +154,7 @@ def test_the_name_goes_with_the_object_and_the_memory_with_its_last_view(start: 
         SharedSegment.attach(held)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [None, signal.SIGKILL])
 def test_nothing_is_left_of_a_process_however_it_ends(start: Callable[[], Other], how: int | None):
     folders = [path for path in (Path("/dev/shm"), Path("/tmp")) if path.is_dir()]

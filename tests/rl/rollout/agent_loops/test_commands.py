@@ -71,6 +71,7 @@ def test_a_program_draws_the_same_with_few_pages_and_in_any_company(engine: Roll
     assert min(small.stats()["preemptions"], small.stats()["idle_rows"]) > 0  # some wait for pages, not for a row
 
 
+@pytest.mark.slow
 def test_what_is_observed_beyond_the_room_there_is_is_left_out(engine: RolloutEngine):
     def agent_loop(completion: Completion) -> Commands:
         yield Generate(max_new_tokens=MAX_NEW - 2)
@@ -156,6 +157,7 @@ def test_no_row_is_idle_while_a_sequence_could_run(engine: RolloutEngine, monkey
     assert {rows for rows, _ in rows_and_waiting} > {4}  # rows are empty only while all loops wait
 
 
+@pytest.mark.slow
 def test_a_future_gives_its_result_however_late(engine: RolloutEngine):
     future: Future[tuple[int, ...]] = Future()
 

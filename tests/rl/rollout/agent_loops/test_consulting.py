@@ -20,6 +20,8 @@ from tests.rl.environments.toys import TOKENIZER, tasks
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same, drain
 from tests.rl.tiny import tiny_params, tiny_policy
 
+pytestmark = pytest.mark.slow
+
 POLICY = tiny_policy(TOKENIZER.vocab_size)
 TURNS, ANSWER = 3, 4
 

@@ -27,6 +27,8 @@ from tests.rl.environments.toys import TOKENIZER, Broken, Echo, Forever, Slow, c
 from tests.rl.rollout.small import assert_no_page_is_held, assert_same, drain
 from tests.rl.tiny import tiny_params, tiny_policy
 
+pytestmark = pytest.mark.slow
+
 POLICY = tiny_policy(TOKENIZER.vocab_size)
 MAX_NEW = 40
 
@@ -92,7 +94,6 @@ def text(tokens: np.ndarray) -> str:
     return completion_text(TOKENIZER, tokens.tolist())
 
 
-@pytest.mark.slow
 def test_the_policys_tokens_are_actions_and_observations_are_given(engine: RolloutEngine):
     play = Play(engine, Echo.Config(verify=True))
     rollouts = play(0, 1)
@@ -122,7 +123,6 @@ def test_the_policys_tokens_are_actions_and_observations_are_given(engine: Rollo
     assert sorted(closed) == sorted(rollout.prompt_id for rollout in rollouts)
 
 
-@pytest.mark.slow
 def test_an_episode_is_the_same_in_any_company_and_again_after_it_was_lost(engine: RolloutEngine):
     play = Play(engine, Slow.Config())
     alone = play(1)

@@ -52,6 +52,7 @@ def flat(output: RequestOutput) -> list[Any]:
     return [*output.rollouts, *(rollout for _, rollout in output.spawned)]
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_a_tree_draws_from_its_own_prompts_by_ids_that_follow_from_the_tree(engine: RolloutEngine) -> None:
     output = run(engine, family, stop=WHOLE)

@@ -19,6 +19,8 @@ from rl.rollout.speculation.speculator import Speculation
 from tests.rl.rollout.small import STOP, VOCAB, assert_no_page_is_held, assert_same, make_engine, mixed, params, request
 from tests.rl.tiny import tiny_params, tiny_policy
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = mixed(9)  # stop tokens and strings, samplers with and without tables, groups
 
 
@@ -87,7 +89,6 @@ def test_earlier_rollouts_change_no_bit(name: str):
         assert accepted > 5
 
 
-@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), order=st.permutations(range(len(REQUESTS))))
 def test_any_earlier_rollouts_change_no_bit(seed: int, order: list[int]):
@@ -103,7 +104,6 @@ def test_any_earlier_rollouts_change_no_bit(seed: int, order: list[int]):
     assert_same(found, [one for n in order for one in expected()[n]])
 
 
-@pytest.mark.slow
 def test_earlier_rollouts_of_few_samples_and_of_more():
     for count in (1, 5):
         earlier = [tuple((one.earlier * 5)[:count]) for one in with_earlier(lambda tokens: tokens)]
@@ -140,7 +140,6 @@ def test_a_neighbouring_policy_draws_mostly_the_same_and_other_keys_do_not():
     assert shares[0] > 0.7 and shares[1] < 0.2
 
 
-@pytest.mark.slow
 def test_partial_rollouts_go_on_with_drafts_behind_them():
     asked = dataclasses.replace(request(5), stop=StopConditions())
     whole = engine().generate([asked])

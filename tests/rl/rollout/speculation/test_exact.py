@@ -25,6 +25,8 @@ from tests.rl.rollout.small import VOCAB, assert_no_page_is_held, assert_same, d
 from tests.rl.rollout.speculation.oracle import Oracle, oracle
 from tests.rl.tiny import tiny_params, tiny_policy
 
+pytestmark = pytest.mark.slow
+
 # Stop tokens and stop strings, groups that share a prompt, prompts of all lengths; one compiled sampler.
 REQUESTS = [dataclasses.replace(asked, sampler=None) for asked in mixed(12)]
 DRAFTS = Speculation.Config(drafters=(Oracle.Config(),), depth=3, adaptive=False)
@@ -63,7 +65,6 @@ def drafting(rollouts: list[Rollout], wrong: float = 0.0, seed: int = 0, highest
     return engine()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_drafts_change_no_bit(wrong: str):
     engine = drafting(expected(), WRONG[wrong])
@@ -82,7 +83,6 @@ def test_drafts_change_no_bit(wrong: str):
         assert share < 0.05 and drafted > tokens
 
 
-@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     wrong=st.floats(0, 1),
@@ -107,7 +107,6 @@ def test_any_drafts_at_any_time_change_no_bit(wrong: float, seed: int, order: li
     assert engine.stats()["preemptions"] > before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("swap", ["keep_cache", "recompute"])
 def test_weights_that_change_in_flight_draw_from_where_they_changed(swap: Swap):
     """The swap comes after as many tokens without drafts as with them, an even number."""
@@ -131,7 +130,6 @@ def swapped(engine: RolloutEngine, asked: Request, swap: Swap, due: Callable[[in
     return output.rollouts
 
 
-@pytest.mark.slow
 def test_agent_loops_get_what_they_would_without_drafts():
     def answer(sample: Any) -> Generator[Any, Any, None]:
         yield Generate(max_new_tokens=2)

@@ -18,6 +18,8 @@ from rl.verification.scorers import FunctionScorer
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics, parameters
 from tests.rl.tiny import ascii_share, tiny_experiment
 
+pytestmark = pytest.mark.slow
+
 POLICIES: dict[str, dict[str, Any]] = {
     "faster": {"learner.schedule.lr": 3e-2, "num_steps": 3, "prompts_per_step": 2, "groups_per_lease": 1},
     "first": {},
@@ -45,7 +47,6 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "policies"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["other-seed", *(pytest.param(one, marks=pytest.mark.full) for one in ("faster", "first"))]
 )
@@ -120,7 +121,6 @@ def test_whole_models_may_begin_with_weights_of_their_own(tmp_path: Path) -> Non
     assert found["more"][0]["checksum"] == found["fresh"][1]["checksum"] == learned
 
 
-@pytest.mark.slow
 def test_only_adapters_are_published(together: Path) -> None:
     for name in POLICIES:
         path = together / name

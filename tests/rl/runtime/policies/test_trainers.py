@@ -32,6 +32,8 @@ from rl.training.spec import FirstVersion, TrainerServices
 from rl.training.trainer import PolicyTrainer
 from tests.rl.tiny import make_group, tiny_experiment, tiny_run
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAVE_EVERY = 3, 2  # SAVE_EVERY: of the tiny experiment
 GROUPS = (ParameterGroup.Config(match="*/lora/*"), ParameterGroup.Config(frozen=True))
 
@@ -186,7 +188,6 @@ def test_a_policy_has_the_bits_that_it_has_alone(together: Fleet, name: str, tmp
     assert len({checksum for _, _, checksum in alone.pushes(name)}) == STEPS + 1, "each update changes the adapter"
 
 
-@pytest.mark.slow
 def test_policies_at_other_learning_rates_share_a_program(together: Fleet):
     steps = {name: together.trainers.of(name)._loop.step_fn for name in POLICIES}
     programs: dict[str, Any] = {name: step.step.step.step for name, step in steps.items()}  # pyright: ignore
@@ -194,7 +195,6 @@ def test_policies_at_other_learning_rates_share_a_program(together: Fleet):
     assert [{row["lr"] for row in together.rows(name)} for name in "ab"] == [{np.float32(1e-2)}, {np.float32(3e-3)}]
 
 
-@pytest.mark.slow
 def test_policies_of_one_program_are_updated_by_one_run_of_it(together: Fleet):
     """A loop that is compiled once, by the policy that was first; that of another objective is another one."""
     rows = {name: read_rows(together.policies[name].run.events_path) for name in POLICIES}
@@ -248,7 +248,6 @@ def test_after_a_cut_in_the_middle_each_goes_on_with_the_same_bits(together: Fle
         assert resumed.bits(name) == together.bits(name) and resumed.rows(name) == together.rows(name)
 
 
-@pytest.mark.slow
 def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(together: Fleet, tmp_path: Path):
     """A negative reward, which MaxRL refuses, in its second batch; another fails by what a worker finds."""
     fleet = Fleet(tmp_path, {"a": POLICIES["a"], **{name: {**POLICIES["c"], "seed": 4} for name in ("bad", "worse")}})
@@ -270,7 +269,6 @@ def test_one_that_fails_is_named_and_saved_and_the_others_keep_their_bits(togeth
         again.run(bad=True)
 
 
-@pytest.mark.slow
 @pytest.mark.full  # a worker's failure is in the test above, too
 def test_one_that_a_worker_has_failed_is_updated_no_more(together: Fleet, tmp_path: Path):
     fleet = Fleet(tmp_path, {name: POLICIES[name] for name in ("a", "c")})
@@ -287,7 +285,6 @@ def test_one_that_a_worker_has_failed_is_updated_no_more(together: Fleet, tmp_pa
     fleet.close_runs()
 
 
-@pytest.mark.slow
 @pytest.mark.full  # `run` makes all updates of test_runs.py
 def test_run_takes_turns_until_each_is_evaluated_or_stopped(together: Fleet, tmp_path: Path):
     """Stopped, it saves; the rest then gives the same bits as updates that are asked for one by one."""

@@ -32,6 +32,7 @@ def loaded(models: WholeModels, name: str, version: int) -> None:
     models.load_adapter(name, models.engines[0].place(weights(name, version)), version)
 
 
+@pytest.mark.slow
 def test_each_request_is_drawn_by_the_model_that_it_names(engines: list[RolloutEngine]):
     models, plain = WholeModels(engines[:2]), engines[2]
     loaded(models, "a", 5)

@@ -40,6 +40,8 @@ from tests.rl.rollout.small import assert_same
 from tests.rl.rollout.test_worker import CFG, EXPERIMENT, Called, Hesitant, same
 from tests.rl.tiny import ascii_share, tiny_experiment, tiny_params
 
+pytestmark = pytest.mark.slow
+
 LORA: Any = CFG.policy.clone()
 replace(LORA, Block.Config, lambda block: block.set(attention=LoRA.Config(inner=block.attention, rank=2, alpha=4.0)))
 BASE = tiny_params(CFG.policy)  # pyright: ignore
@@ -134,7 +136,6 @@ def versions(groups: Iterable[Group]) -> list[int]:
     return sorted({int(v) for group in groups for one in group.rollouts for v in one.versions})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("policies", "shares"), [("ab", {}), ("abc", {"c": 20.0}), ("cba", {"b": 0.05, "a": 4.0})])
 def test_policies_drawn_together_get_the_rollouts_that_each_gets_alone(
     policies: str, shares: dict[str, float], tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
@@ -147,7 +148,6 @@ def test_policies_drawn_together_get_the_rollouts_that_each_gets_alone(
     assert len({str([r.tokens.tolist() for g in alone[name] for r in g.rollouts]) for name in "abc"}) == 3
 
 
-@pytest.mark.slow
 def test_rollouts_are_those_of_requests_with_the_policys_seed_sampler_and_adapter(
     engine: RolloutEngine, alone: dict[str, list[Group]]
 ):
@@ -162,7 +162,6 @@ def test_rollouts_are_those_of_requests_with_the_policys_seed_sampler_and_adapte
     assert_same([rollout for group in alone["c"] for rollout in group.rollouts], expected)
 
 
-@pytest.mark.slow
 def test_requests_are_drawn_by_the_adapter_that_they_name(
     tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
 ):
@@ -173,7 +172,6 @@ def test_requests_are_drawn_by_the_adapter_that_they_name(
     assert [g.prompt.id for g in fleet.batches("a")] == [g.prompt.id for g in alone["a"]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("patience", [2, 9])
 def test_work_of_a_worker_that_must_go_is_continued_to_the_same_bits(
     patience: int, tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
@@ -247,7 +245,6 @@ def publish_scaled(fleet: Fleet, scale: float) -> None:
     fleet.servers["b"] = server
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("harm", "message"), BROKEN, ids=[message for _, message in BROKEN])
 def test_a_policy_that_fails_is_named_and_leaves_the_bits_of_the_others(
     harm: Callable[[Fleet], None], message: str, tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
@@ -262,7 +259,6 @@ def test_a_policy_that_fails_is_named_and_leaves_the_bits_of_the_others(
     assert not engine.busy
 
 
-@pytest.mark.slow
 def test_a_slept_engine_gets_the_base_again_and_a_sleeping_worker_has_no_leases(
     tmp_path: Path, engine: RolloutEngine, alone: dict[str, list[Group]]
 ):

@@ -25,6 +25,8 @@ from tests.rl.runtime.ray.experiments import run_here, run_in_parts, slow, warme
 from tests.rl.runtime.ray.test_runtime import run_with_ray
 from tests.rl.tiny import tiny_experiment
 
+pytestmark = pytest.mark.slow
+
 
 def five(**changes: Any) -> Any:
     """Five updates with rollouts of the version before, and a checkpoint after the second and the fourth."""
@@ -58,7 +60,6 @@ def scratches() -> list[Path]:
     return [*Path(tempfile.gettempdir()).glob(f"axl-replay-{os.getpid()}-*")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("update", "start"), [(2, 0), (5, 4)])
 def test_an_update_is_made_again_to_the_bit_and_nothing_is_written(run: Path, update: int, start: int) -> None:
     before, left = content(run), scratches()
@@ -84,7 +85,6 @@ def edited(run: Path, path: Path, name: str, edit: Any) -> RunRecord:
     return RunRecord(path)
 
 
-@pytest.mark.slow
 def test_what_a_record_has_that_the_update_does_not_give_is_named(run: Path, tmp_path: Path) -> None:
     def entropy(row: dict[str, Any]) -> None:
         if row["step"] == 5:
@@ -109,7 +109,6 @@ def test_what_a_record_has_that_the_update_does_not_give_is_named(run: Path, tmp
         assert (number, found.part, found.what) == (5, part, what)
 
 
-@pytest.mark.slow
 def test_another_reward_gives_the_update_of_a_run_in_which_it_was_given(run: Path, tmp_path: Path) -> None:
     with changed_groups(score_change(2, Score(1.0)))(5), changed_groups(score_change(3, Score(0.0, "error")))(5):
         right = run_here(tmp_path / "right", five())

@@ -14,7 +14,7 @@ from axlearn_like.tokenizers.protocol import completion_text
 from tests.rl.serving.service.real import BASE, TOKENIZER, real_service
 from tests.rl.serving.service.wire.running import KEYS, Running
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,6 @@ def learn(model: tinker.TrainingClient, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 def test_a_loss_falls_and_samplers_have_what_was_learned(served: Running):
     client = served.client()
     model = client.create_lora_training_client(base_model=BASE, rank=4, seed=3).result()
@@ -108,7 +107,6 @@ def _reward(tokens: list[int]) -> float:
     return float(np.mean([token % 2 == 0 for token in tokens])) if tokens else 0.0
 
 
-@pytest.mark.slow
 def test_tenants_side_by_side_learn_to_the_bit_as_alone(served: Running):
     alone = learn(_model(served, "alice"), 3)
     with ThreadPoolExecutor(2) as together:

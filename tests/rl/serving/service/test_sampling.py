@@ -20,7 +20,7 @@ from rl.serving.service.sampling import SamplingQueue
 from tests.rl.rollout.small import STOP, make_engine, params, plain_logits
 from tests.rl.serving.service.sampled import random_adapter, sample_request, sampling, small_engine
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 WAIT = 60
 
@@ -50,7 +50,6 @@ def ask(queue: SamplingQueue, tenant: str, adapter: str | None, request: Request
     return queue.sample(tenant, replace(request, adapter=adapter))
 
 
-@pytest.mark.slow
 def test_an_answer_depends_on_its_request_alone_while_more_adapters_than_places_are_in_use(queue: SamplingQueue):
     asked = [(f"tenant{number % 3}", (None, "a", "b", "c")[number % 4], sample_request(number)) for number in range(12)]
     alone = [bits(ask(queue, "one", adapter, request).result(WAIT)) for _, adapter, request in asked]
@@ -62,7 +61,6 @@ def test_an_answer_depends_on_its_request_alone_while_more_adapters_than_places_
     assert is_empty(queue) and len(queue._adapters.loaded) == 2
 
 
-@pytest.mark.slow
 def test_samples_are_those_of_an_engine_with_the_adapter(queue: SamplingQueue):
     request = sample_request(3, samples=4, max_new_tokens=None)
     found = ask(queue, "one", "a", request).result(WAIT).rollouts
@@ -74,7 +72,6 @@ def test_samples_are_those_of_an_engine_with_the_adapter(queue: SamplingQueue):
         assert a.finish_reason == ("stop" if a.tokens[-1] in STOP else "length") == b.finish_reason
 
 
-@pytest.mark.slow
 def test_rules_of_a_request(queue: SamplingQueue):
     def one(**fields: Any) -> Rollout:
         return ask(queue, "one", None, sample_request(2, samples=1, **fields)).result(WAIT).rollouts[0]
@@ -89,7 +86,6 @@ def test_rules_of_a_request(queue: SamplingQueue):
     assert by_id.finish_reason == by_text.finish_reason == "stop"
 
 
-@pytest.mark.slow
 def test_scores_of_a_prompt_are_those_of_a_forward_pass(queue: SamplingQueue):
     request = sample_request(4, samples=6, prompt_scores=True)
     output = ask(queue, "one", None, request).result(WAIT)
@@ -107,7 +103,6 @@ def test_scores_of_a_prompt_are_those_of_a_forward_pass(queue: SamplingQueue):
     assert len(output.rollouts) == 6
 
 
-@pytest.mark.slow
 def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another(engine: RolloutEngine):
     order: list[str] = []
     with sampling(engine, waiting=10_000) as (queue, thread):
@@ -126,7 +121,6 @@ def test_ten_thousand_tiny_requests_of_a_tenant_do_not_starve_another(engine: Ro
     assert before["busy"] <= 3 * 8, "one request of each tenant in turn, and those in flight"
 
 
-@pytest.mark.slow
 def test_shares_of_tenants_do_not_depend_on_how_many_requests_or_samples_each_sends(engine: RolloutEngine):
     """Two tenants with enough to do have as many tokens, whatever the sizes of their requests."""
     drawn: Counter[str] = Counter()

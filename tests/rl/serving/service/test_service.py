@@ -35,6 +35,8 @@ from tests.rl.serving.service.services import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[AdapterService]:
@@ -79,7 +81,6 @@ def test_it_has_its_folder_alone(tmp_path: Path):
         make_service(tmp_path)
 
 
-@pytest.mark.slow
 def test_models_side_by_side_have_the_bits_that_each_has_alone(
     tmp_path: Path, undisturbed: tuple[list[Any], list[Any], list[Any]]
 ):
@@ -91,7 +92,6 @@ def test_models_side_by_side_have_the_bits_that_each_has_alone(
     service.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(3, 17), (8, 12), (25, 33)])
 def test_a_service_that_stops_anywhere_goes_on_to_the_bit(
     tmp_path: Path, stops: tuple[int, int], undisturbed: tuple[list[Any], list[Any], list[Any]]

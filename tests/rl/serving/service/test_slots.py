@@ -22,7 +22,7 @@ from rl.serving.service.slots import TrainingSlots
 from tests.rl.serving.service.small import LIMITS, POLICY, VOCAB, assert_same_state, make_datum, make_pass, make_slots
 from tests.rl.tiny import tiny_params
 
-pytestmark = pytest.mark.numerics
+pytestmark = [pytest.mark.numerics, pytest.mark.slow]
 
 MODELS = ("french", "poems", "sums")
 SPECS = {"french": LoraSpec(4, seed=1), "poems": LoraSpec(2, seed=2, train_mlp=False), "sums": LoraSpec(3, seed=3)}
@@ -82,7 +82,6 @@ def merged_loss(scale: float) -> Any:
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
-@pytest.mark.slow
 def test_results_and_gradients_are_those_of_the_merged_model(slots: TrainingSlots):
     state, rng, length = wild(slots, "sums"), np.random.default_rng(0), 13
     expected, sums = merged_loss(LIMITS.alpha / state.spec.rank), None
@@ -103,7 +102,6 @@ def test_results_and_gradients_are_those_of_the_merged_model(slots: TrainingSlot
             np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4 * float(np.abs(b).max()), err_msg=path)
 
 
-@pytest.mark.slow
 def test_several_targets_of_a_token_are_the_sum_of_passes_of_one_each(slots: TrainingSlots):
     wild(slots, "sums")
     rng, length, most = np.random.default_rng(8), 13, 3
@@ -129,7 +127,6 @@ def test_several_targets_of_a_token_are_the_sum_of_passes_of_one_each(slots: Tra
             np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-4 * float(np.abs(b).max()), err_msg=path)
 
 
-@pytest.mark.slow
 def test_rows_of_several_targets_keep_their_bits_in_company(slots: TrainingSlots):
     rng = np.random.default_rng(9)
 
@@ -179,7 +176,6 @@ STEPS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_are_those_of_optax(slots: TrainingSlots, name: str):
     start, rng = wild(slots, "french"), np.random.default_rng(4)
@@ -278,7 +274,6 @@ def alone(slots: TrainingSlots) -> dict[str, tuple[list[Any], SlotState]]:
     return found
 
 
-@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(order=st.permutations(MODELS), count=st.integers(2, 3), seed=st.integers(0, 2**32 - 1))
 def test_a_model_among_others_has_the_bits_that_it_has_alone(
@@ -331,7 +326,6 @@ def test_a_restored_model_continues_with_the_same_bits_in_another_slot(slots: Tr
 # ---- failures
 
 
-@pytest.mark.slow
 def test_a_model_that_diverges_is_refused_by_name_and_the_others_go_on(slots: TrainingSlots, alone: dict[str, Any]):
     wild(slots, "french")
     wild(slots, "sums")

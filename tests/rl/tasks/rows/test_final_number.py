@@ -76,6 +76,7 @@ def test_what_gives_no_5_is_none(text: str):
     assert found.value != 5 and found.form == WRONG[text]
 
 
+@pytest.mark.slow
 @given(
     st.integers(-(10**12), 10**12),
     st.sampled_from(["{}", "#### {}", "\\\\boxed{{{}}}", "The answer is {}.", "**{}**", "${}"]),

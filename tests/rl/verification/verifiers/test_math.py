@@ -250,6 +250,7 @@ def test_every_way_to_write_a_number_is_the_number(number: int, zeros: int):
         assert judge(other, str(number)) == 0.0, other
 
 
+@pytest.mark.slow
 @given(st.text(max_size=60), st.sampled_from(["7", "(2,5)", "\\text{even}", "x^2+1", "1 and 2", "10\\text{ cm}"]))
 def test_no_answer_raises(answer: str, reference: str):
     judge(answer, reference)

@@ -25,6 +25,8 @@ from models.tiny import tiny
 from rl.verification.verifiers.process_reward_model import ProcessRewardModel
 from rl.verification.verifiers.self_test import Rows
 
+pytestmark = pytest.mark.slow
+
 BYTES = ByteTokenizer.Config()
 QUESTIONS = [f"{a} + {b} + {c}?" for a in range(1, 5) for b in range(1, 5) for c in range(1, 5)]
 ROWS = Rows.Config(rows=tuple({"question": question, "answer": ""} for question in QUESTIONS))
@@ -61,7 +63,6 @@ def probabilities(cfg: ProcessRewardModel.Config, params: Any, question: str, an
     return np.asarray(found)
 
 
-@pytest.mark.slow
 @pytest.mark.numerics
 def test_an_answer_is_judged_by_the_ends_of_its_lines(model: tuple[ProcessRewardModel.Config, Any]):
     cfg, params = model

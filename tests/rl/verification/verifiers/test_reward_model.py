@@ -29,6 +29,8 @@ from rl.verification.service import Verifier
 from rl.verification.verifiers.reward_model import RewardModel
 from rl.verification.verifiers.self_test import CASES, Rows, self_test
 
+pytestmark = pytest.mark.slow
+
 ROWS = Rows.Config(rows=({"question": "2+2?", "answer": "4"}, {"question": "Who?", "answer": "Ada"}))
 _LENGTH = 48
 ANSWERS = ["4", "", "<eos>, a longer answer", "7"]
@@ -65,7 +67,6 @@ def alone(cfg: RewardModel.Config, params: Any, asked: list[str], answers: list[
     return [float(scores(jnp.asarray([one]))[len(row) - 1]) for one, row in zip(longer, rows, strict=True)]
 
 
-@pytest.mark.slow
 @pytest.mark.numerics
 def test_scores_are_those_of_the_model_by_itself_moved_and_scaled(model: tuple[RewardModel.Config, Any]):
     cfg, params = model
@@ -85,7 +86,6 @@ def test_a_model_without_a_score_or_without_parameters_is_refused(model: tuple[R
         cfg.clone(start_from=None).check_fields()
 
 
-@pytest.mark.slow
 def test_an_answer_longer_than_the_positions_of_the_model_has_no_reward(model: tuple[RewardModel.Config, Any]):
     cfg = model[0].clone()
     set_path(cfg.model, "block.attention.rope.max_length", 16)

@@ -177,12 +177,14 @@ def test_a_gpu_that_others_use(tmp_path: Path) -> None:
     assert "others use 40.0 of 79.6 GiB" in found["device_memory"]["value"]
 
 
+@pytest.mark.slow
 def test_a_platform_that_is_not_there() -> None:
     found = doctor("--only", "devices,cache", status=1, JAX_PLATFORMS="cuda")
     assert "cuda" in found["devices"]["value"] and "unset JAX_PLATFORMS" in found["devices"]["do"]
     assert found["cache"]["status"] == "skip"
 
 
+@pytest.mark.slow
 def test_a_tpu_that_the_cloud_names_and_jax_does_not_see() -> None:
     found = doctor("--only", "devices", status=1, JAX_PLATFORMS=None, TPU_ACCELERATOR_TYPE="v5litepod-8")
     assert "TPUs (TPU_ACCELERATOR_TYPE)" in found["devices"]["value"]

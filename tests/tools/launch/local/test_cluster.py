@@ -176,6 +176,7 @@ def test_a_killed_process_restarts_its_jobset_alone_and_status_2_fails_it(cluste
     assert not list(marked(mark(cluster))), "what a process started ends with it"
 
 
+@pytest.mark.slow
 def test_the_limit_of_restarts_and_the_grace(cluster: LocalCluster, tmp_path: Path):
     cluster.create(manifest("again", "exit 1", restarts=1, storage=tmp_path))
     until(lambda: ended(cluster))

@@ -109,6 +109,7 @@ def test_flops_and_numbers_are_those_of_the_factors():
     assert dict(projected(layer.inner)).keys() == {"gate_df", "up_df", "down_fd"}
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 @pytest.mark.parametrize(("kind", "by_kernel"), [(GLU, 1), (SwiGLU, 1), (BiasedGLU, 0)])
 def test_the_kernel_computes_whole_layers_or_leaves_them_to_xla(kind: Any, by_kernel: int, monkeypatch: Any):

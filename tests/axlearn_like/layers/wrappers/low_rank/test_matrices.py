@@ -10,6 +10,7 @@ from axlearn_like.layers.wrappers.low_rank.matrices import RowAdapted
 pytestmark = pytest.mark.numerics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "rank", "out"), [(32, 1, 48), (64, 4, 64), (512, 64, 1536)])
 def test_a_token_has_the_same_bits_alone_in_a_draft_and_in_a_chunk(width: int, rank: int, out: int):
     """Products with a vector (one token, or rank 1) have another order of sums on some CPUs."""

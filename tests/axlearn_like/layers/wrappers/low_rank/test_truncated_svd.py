@@ -27,6 +27,7 @@ def error(x: np.ndarray, weight: np.ndarray, factors: tuple[jax.Array, jax.Array
     return float(np.linalg.norm(x @ (weight - a @ b)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_errors_are_those_of_the_discarded_singular_values(shape):
     """Plain in the norm of the matrix, whitened in that of its outputs, and each the best in its own."""
@@ -41,6 +42,7 @@ def test_errors_are_those_of_the_discarded_singular_values(shape):
             assert error(one, weight, plain) < error(one, weight, whitened)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_at_full_rank_the_product_is_the_matrix(shape):
     weight, rank = random(*shape).astype(np.float32), min(shape)

@@ -19,6 +19,8 @@ from rl.rollout.request import RequestOutput
 from rl.training.updates import Updates
 from tests.rl.rollout.agent_loops.graph.test_decoding import PLAN, QUESTION, TOKENIZER, Given, engine
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["engine"]
 
 
