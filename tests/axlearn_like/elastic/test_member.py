@@ -114,6 +114,8 @@ def test_what_remains_goes_on_and_who_comes_back_has_the_state_of_the_others(tmp
     while len(read_rows(run.log.path)) < 2:
         run.threads[index].join(0.05)
     run.start(index)
+    while index not in run.coordinator._members:  # else the others may end before it comes
+        run.threads[-1].join(0.01)
     run.waiting.set()
     resized = run.end()
     for state in run.states.values():
