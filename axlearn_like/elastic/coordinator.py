@@ -167,7 +167,7 @@ class Coordinator:
         self._last = max(self._last or 0, step)
 
     def _log_change(self) -> None:
-        """Log the change that has ended, with the bytes that members have fetched meanwhile."""
+        """Log the change that has ended, with the bytes that members have fetched for it."""
         if self._ended is not None:
             self._events.append("trainer", "resized", **self._ended, bytes=self._bytes)
             self._bytes, self._ended = 0, None
