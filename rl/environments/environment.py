@@ -85,6 +85,9 @@ class Environment(Configurable, abc.ABC):
             self.require_least(1, "max_turns", "max_turn_tokens")
             self.require("deadline_s", self.deadline_s > 0, "seconds, more than 0")
             self.consulted()
+            owner = type(self).__owner__
+            hears = owner is None or owner.hear is not Environment.hear
+            self.require("consults", hears or not self.consults, "() without a method `hear`, which takes the answers")
 
         def consulted(self) -> dict[str, Player]:
             """Return the players of `consults` by their texts (ConfigError: a text names none, or one that learns)."""
@@ -143,8 +146,7 @@ class Environment(Configurable, abc.ABC):
 
     def hear(self, answer: str) -> Any:
         """Go on from the answer to a `Consult`; returns what `step` would. Before the first action it pays nothing."""
-        del answer
-        raise NotImplementedError(f"{type(self).__name__} returned a Consult and has no method `hear`")
+        raise NotImplementedError
 
     def refuse(self, action: str, why: str) -> Any:
         """Carry out an action that its reader has ended, as it can only fail; returns what `step` would."""

@@ -48,8 +48,8 @@ class RoleEnvironment(Environment):
 
         @override
         def check_fields(self) -> None:
-            super().check_fields()
             self.require("consults", not self.consults, "() in a game of roles: make what it would consult a player")
+            super().check_fields()
             self.require("verify", not self.verify, "False: a role environment pays all rewards itself")
             self.require("players", bool(self.players), "a player for each role")
             learning = [text for text, player in self._parsed() if player.learns]

@@ -11,7 +11,6 @@ from rl.objective.advantage import (
     OptimalBaselineAdvantage,
     RawReward,
     SuccessNormalisedAdvantage,
-    TurnAdvantage,
 )
 from rl.objective.aggregation import (
     Aggregation,
@@ -24,8 +23,8 @@ from rl.objective.aggregation import (
 from rl.objective.diagnostics import combine_metrics, derived_metrics
 from rl.objective.gae import CriticConfig, GeneralisedAdvantage, RewardToGo
 from rl.objective.importance import Importance, NoImportance, RolloutRejection, TruncatedImportance
-from rl.objective.nodes import NodeAdvantage
 from rl.objective.objective import Objective, Prepared
+from rl.objective.parts import NodeAdvantage, TurnAdvantage
 from rl.objective.presets import PRESETS
 from rl.objective.regulariser import (
     EntropyBonus,

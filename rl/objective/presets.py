@@ -19,7 +19,6 @@ from rl.objective.advantage import (
     OptimalBaselineAdvantage,
     RawReward,
     SuccessNormalisedAdvantage,
-    TurnAdvantage,
 )
 from rl.objective.aggregation import (
     MaxLengthMean,
@@ -30,6 +29,7 @@ from rl.objective.aggregation import (
 )
 from rl.objective.gae import CriticConfig, GeneralisedAdvantage, RewardToGo
 from rl.objective.objective import Objective
+from rl.objective.parts import TurnAdvantage
 from rl.objective.regulariser import NoRegulariser, ReferenceKL, Regulariser
 from rl.objective.reward_shaping import ReferencePenalty, RewardShaping, SoftOverlongPenalty
 from rl.objective.surrogate import (

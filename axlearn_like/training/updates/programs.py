@@ -115,9 +115,12 @@ def run_together(calls: Sequence[ProgramCall], program: Any, width: int) -> list
     missing = width - len(calls)
     each = [{name: part for name, part in call.given.items() if name != "held"} for call in calls]
     given = {"held": calls[0].given["held"], "each": [*each, *each[:1] * missing], "count": jnp.int32(len(calls))}
-    blank = lambda leaf: jnp.zeros_like(leaf, device=leaf.sharding if leaf.committed else None)  # noqa: E731
-    empty = [jax.tree.map(blank, calls[0].changed) for _ in range(missing)]  # donated: none can be given twice
+    empty = [jax.tree.map(_zeros, calls[0].changed) for _ in range(missing)]  # donated: none can be given twice
     return program([*(call.changed for call in calls), *empty], given)[: len(calls)]
+
+
+def _zeros(leaf: jax.Array) -> jax.Array:
+    return jnp.zeros_like(leaf, device=leaf.sharding if leaf.committed else None)
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

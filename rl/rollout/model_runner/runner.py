@@ -55,8 +55,8 @@ class ModelRunner:
         self.params: Params | None = None
         self.kernel_choice: dict[str, Any] = {}
         with jax.set_mesh(self.mesh):
-            form: dict[str, Any] = {"stacked": kernel, "stored": cfg.weights, "longest": cfg.longest}
-            form["replicas"] = cfg.replicas
+            form: dict[str, Any] = {"stacked": kernel, "stored": cfg.weights, "replicas": cfg.replicas}
+            form["longest"] = cfg.longest
             self._weights = WeightLayout(cfg.model, self.mesh, **form)
             model, self.expert_slots = self._weights.held, self._weights.slots
             check_policy(cfg, model, platform, adapters=adapters is not None)

@@ -247,7 +247,8 @@ class Dispatcher:
         """Append the tokens of a row; returns True if a stop string or the grammar ends them."""
         tokens, logprobs = out["tokens"][:count, index].tolist(), all_logprobs[:count, index].tolist()
         routing = out["routing"][:count, :, index] if "routing" in out else None
-        self._count_experts(*() if routing is None else (routing,))
+        if routing is not None:
+            self._count_experts(routing)
         kept = out["kept"][:count, index] if "kept" in out else None
         scored = "scores" in out and sequence.group.request.scores is not None
         scores = TokenScores.of(out["scores"], slice(count), index) if scored else None

@@ -123,7 +123,7 @@ def test_what_remains_goes_on_and_who_comes_back_has_the_state_of_the_others(tmp
     assert sorted(run.states) == [0, 1, 2]
     assert [(row["members_before"], row["members"]) for row in resized] == [(0, 3), (3, 2), (2, 3)]
     assert [row["steps_lost"] for row in resized] == [0, 0, 0]
-    # Who lacked a sum when the other already had it takes one state from there.
+    # A survivor that lacks a sum which the other already had takes one state from it.
     assert resized[1]["bytes"] <= resized[2]["bytes"] and resized[2]["bytes"] >= 4 * LENGTH
 
 

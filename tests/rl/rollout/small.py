@@ -1,7 +1,7 @@
 """Engines of a few thousand parameters for tests, mixed requests for them, and what rollouts are compared with."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,16 @@ def mixed(count: int) -> list[Request]:
     ]
 
 
-def drain(engine: RolloutEngine, turns: int = 5000) -> dict[int, RequestOutput]:
+class Stepped(Protocol):
+    """An engine, as far as `drain` needs it."""
+
+    @property
+    def busy(self) -> bool: ...
+
+    def step(self) -> Sequence[RequestOutput]: ...
+
+
+def drain(engine: Stepped, turns: int = 5000) -> dict[int, RequestOutput]:
     """Step until nothing is under way; what has finished, by number, each once."""
     finished: dict[int, RequestOutput] = {}
     for _ in range(turns):
@@ -89,7 +98,7 @@ def drain(engine: RolloutEngine, turns: int = 5000) -> dict[int, RequestOutput]:
             finished[one.number] = one
         if not engine.busy:
             return finished
-    raise AssertionError(f"still busy after {turns} turns: {engine.stats()}")
+    raise AssertionError(f"still busy after {turns} turns")
 
 
 def assert_same(found: Sequence[Rollout], expected: Sequence[Rollout], *, versions: bool = True) -> None:

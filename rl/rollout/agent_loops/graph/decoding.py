@@ -28,10 +28,9 @@ class GraphRecord:
     """Record of one sample."""
 
     answers: dict[int, str] = dataclasses.field(default_factory=dict[int, str])  # answers by number of the node
-    nodes: dict[int, PlanNode] = dataclasses.field(
-        default_factory=dict[int, PlanNode]
-    )  # nodes in the order of their starts
-    given: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # tokens of each node's own prompt
+    # Nodes by number, in the order of their starts
+    nodes: dict[int, PlanNode] = dataclasses.field(default_factory=dict[int, PlanNode])
+    prompt: int = 0  # tokens of the problem's prompt, with which those of the nodes begin
     drawn: dict[int, int] = dataclasses.field(default_factory=dict[int, int])  # tokens drawn for each node
     critical_path: int = 0  # tokens drawn one after the other, plan and answers, where all rows are free
     error: str = ""  # why it has no answers; "" for nothing
@@ -67,7 +66,7 @@ class GraphDecoding(Configurable):
 
     def __call__(self, completion: Completion) -> Generator[Command, Any, FinishReason | None]:
         """Draw the plan and its nodes. A plan that cannot be carried out ends the sample without an answer."""
-        record, begun = GraphRecord(), dict[int, Completion]()
+        record, begun = GraphRecord(prompt=len(completion.prompt)), dict[int, Completion]()
         try:
             plan = yield from self._plan(completion, begun)
             yield from self._begin(completion, plan, begun)
@@ -135,7 +134,6 @@ class GraphDecoding(Configurable):
         for number, rollout in rollouts.items():
             node, order = plan.nodes[number], self._cfg.order
             record.nodes[number] = node
-            record.given[number] = len(self._encode(self._cfg.node.format(number=number, text=node.text)))
             record.answers[number], record.drawn[number] = self._answer(rollout), int(rollout.action_mask.sum())
             start = before if order == "sequential" else node.written if order == "pipelined" else planned
             waits = () if order == "flat" else node.parents

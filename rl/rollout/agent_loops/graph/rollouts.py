@@ -94,9 +94,8 @@ class GraphRollouts(Configurable):
         for prompt, drawn in output.spawned:
             if (node := places.get(drawn.sample_id)) is None:
                 continue
-            begin = len(prompt) - record.given[node.number]
             place = TreeNode(rollout.sample_id, node.number, self._reward(node, record.answers))
-            found.append(_behind(drawn, prompt[begin:], place))
+            found.append(_behind(drawn, prompt[record.prompt :], place))
         return found
 
     def _reward(self, node: PlanNode, answers: Mapping[int, str]) -> float | None:

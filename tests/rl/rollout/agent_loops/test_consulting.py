@@ -9,7 +9,7 @@ import pytest
 
 from axlearn_like.config import ConfigError
 from axlearn_like.tokenizers.protocol import answer_text, completion_text
-from rl.environments.environment import Consult, Environment
+from rl.environments.environment import Consult, Environment, Row
 from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.engine import RolloutEngine
@@ -136,3 +136,21 @@ def test_what_cannot_be_asked_ends_the_episode_as_an_error(engine: RolloutEngine
 def test_policies_that_learn_cannot_be_consulted(wrong: str) -> None:
     with pytest.raises(ConfigError, match=r"consults: expected frozen policies, each as 'NAME@-4'"):
         Talk.Config(consults=("base", wrong)).check_fields()
+
+
+def test_an_environment_that_cannot_hear_consults_nobody() -> None:
+    class Deaf(Environment):
+        class Config(Environment.Config):
+            pass
+
+        @override
+        def reset(self, row: Row) -> str:
+            return ""
+
+        @override
+        def step(self, action: str) -> Any:
+            return "", 0.0, True
+
+    Deaf.Config().check_fields()
+    with pytest.raises(ConfigError, match=r"consults: expected \(\) without a method `hear`"):
+        Deaf.Config(consults=("base",)).check_fields()

@@ -42,7 +42,7 @@ def test_each_request_is_drawn_by_the_model_that_it_names(engines: list[RolloutE
     asked = [one for pair in zip(named("a", range(3)), named("b", range(3, 6)), strict=True) for one in pair]
     numbers = [models.submit(one) for one in asked]
     assert numbers == list(range(6)) and models.busy and models.unfinished
-    found = drain(models)  # type: ignore[arg-type]
+    found = drain(models)
     assert not models.unfinished and sorted(found) == numbers
     for name, version in (("a", 6), ("b", 5)):
         own = [number for number, one in zip(numbers, asked, strict=True) if one.adapter == name]

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl.objective import NegativeReward, Objective
-from rl.objective.advantage import GroupAdvantage, LeaveOneOutAdvantage, RawReward, TurnAdvantage
+from rl.objective import GroupAdvantage, LeaveOneOutAdvantage, NegativeReward, Objective, RawReward, TurnAdvantage
 from rl.objective.aggregation import PromptMean, SequenceMean, SequenceSum, TokenMean
 from rl.objective.presets import maxrl
 from rl.protocol.headers import header_of
