@@ -12,6 +12,7 @@ from rl.objective import (
     BatchAdvantage,
     GroupAdvantage,
     LeaveOneOutAdvantage,
+    NodeAdvantage,
     Objective,
     OptimalBaselineAdvantage,
     RawReward,
@@ -209,3 +210,10 @@ def test_the_optimal_baseline_weighs_rewards_by_length_and_leaves_equal_ones_at_
 def test_credit_by_turn_refuses_advantages_of_more_than_rewards():
     with pytest.raises(UserError, match=r"advantage: expected one of rewards alone.*not OptimalBaselineAdvantage"):
         TurnAdvantage.Config(advantage=OptimalBaselineAdvantage.Config()).build()
+
+
+def test_a_plan_has_the_shaped_reward_of_its_sample_and_nodes_have_their_own():
+    advantage = NodeAdvantage.Config(advantage=GroupAdvantage.Config(normalise_std=False)).build()
+    turns = [[(2, 9.0), (3, 1.0)], [(1, 9.0), (3, 0.5)]]  # end and reward of the sample itself, then of its node
+    found = advantage.of_tokens(np.array([1.0, 0.0]), np.zeros(2, int), np.ones(2, bool), turns, 3)
+    np.testing.assert_array_equal(found, [[0.5, 0.5, 0.25], [-0.5, -0.25, -0.25]])
