@@ -33,7 +33,8 @@ class _Held(NamedTuple):
 
 
 _DRAFTS = ("drafted_tokens", "accepted_tokens", "coupled_drafted_tokens", "coupled_accepted_tokens")
-_COUNTS = (*_DRAFTS, "tier_seconds_saved")
+_PREFIXES = ("prefill_tokens", "prefix_cache_hit_tokens")  # tokens of prompts that were computed, and that were not
+_COUNTS = (*_DRAFTS, *_PREFIXES, "tier_seconds_saved")
 _BALANCE = ("busiest_to_mean", "busiest_to_mean_without")  # devices with experts, under this version so far
 
 

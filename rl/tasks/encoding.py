@@ -9,6 +9,7 @@ from axlearn_like.tokenizers.chat import encode_answered, encode_chat
 from axlearn_like.tokenizers.inside import encode_inside
 from axlearn_like.tokenizers.protocol import Tokenizer, begin
 from rl.protocol.messages import Problem
+from rl.protocol.segments import SegmentedText, TokenSegment
 
 _SEPARATOR = "\n"  # separator of question and answer: one token, and no question needs an escape
 
@@ -20,6 +21,20 @@ def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
     newline.
     """
     return _encode(({"role": "user", "content": question},), question, tokenizer, None)
+
+
+def encode_segments(text: SegmentedText, tokenizer: Tokenizer) -> tuple[np.ndarray, tuple[TokenSegment, ...]]:
+    """Encode a question in segments, int32, and return how many tokens each has.
+
+    Each segment is encoded by itself, so that the same text has the same tokens in all prompts. With a chat template
+    the question is encoded as a whole, as `encode_prompt` does, and there are no spans.
+    """
+    if tokenizer.chat_template is not None:
+        return encode_prompt(text, tokenizer), ()
+    encoded = [(encode_inside(tokenizer, one.text), one.placeholder) for one in text.segments]
+    parts = [(begin(tokenizer), ""), *encoded, (tokenizer.encode(_SEPARATOR), "")]
+    tokens = np.asarray([token for ids, _ in parts for token in ids], np.int32)
+    return tokens, tuple(TokenSegment(len(ids), placeholder) for ids, placeholder in parts if ids)
 
 
 def encode_problem(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:

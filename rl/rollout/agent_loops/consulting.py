@@ -5,8 +5,9 @@ from typing import Any
 
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.environments.environment import Consult, Environment, Step, checked_consult, checked_step
+from rl.protocol.segments import SegmentedText
 from rl.rollout.agent_loops.commands import Command, Completion, Generate, Join, Spawn, Wait
-from rl.tasks.encoding import encode_prompt
+from rl.tasks.encoding import encode_prompt, encode_segments
 
 Ask = Callable[[Callable[[Environment], Any]], Wait]
 
@@ -33,8 +34,12 @@ def heard(value: Any, cfg: Environment.Config, ask: Ask, tokenizer: Tokenizer) -
             del completion
             yield Generate(strings=strings)
 
-        prompt = encode_prompt(consult.prompt, tokenizer).tolist()
-        child = yield Spawn(prompt, speak, consult.max_new_tokens, consult.policy)
+        asked = consult.prompt
+        if isinstance(asked, SegmentedText):
+            prompt, _ = encode_segments(asked, tokenizer)
+        else:
+            prompt = encode_prompt(asked, tokenizer)
+        child = yield Spawn(prompt.tolist(), speak, consult.max_new_tokens, consult.policy)
         (rollout,) = yield Join((child,))
         answer = answer_text(tokenizer, rollout.tokens.tolist())
         value = yield ask(lambda environment, said=answer: environment.hear(said))
