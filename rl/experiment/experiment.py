@@ -414,7 +414,7 @@ class RLExperiment(Configurable):
             first=first or self.first_version(run),
             processes=processes,
             drawing=DrawingPolicy(
-                types_read(self.engine_cfg), self.engine_cfg.tags, opponents=opponents or Opponents()
+                types_read(self.engine_cfg), self.engine_cfg.possible_tags, opponents=opponents or Opponents()
             ),
         )
 

@@ -9,6 +9,8 @@ from axlearn_like.layers.contexts.int8_cache import TAG
 from axlearn_like.layers.wrappers.low_rank.factorised import FactorisedWeights
 from axlearn_like.layers.wrappers.quantised import StoredWeights
 from rl.protocol.experiment import ExperimentFields
+from rl.rollout.kv_cache.kvcomm.anchors import TAG as KVCOMM
+from rl.rollout.kv_cache.kvcomm.anchors import KVComm
 from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
 from rl.rollout.model_runner.expert_slots import ExpertSlots
 from rl.rollout.sampling import RecordedSampler, Sampler
@@ -62,6 +64,8 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
     kv_cache_dtype: Literal["int8"] | None = None  # dtype of pages (contexts/int8_cache.py); None: the activations'
     # Host memory and disk for pages that the device has no room for (docs/how-to/kv-tiers.md); None: they are dropped.
     tiers: HostTiers.Config | None = None
+    # Keys and values of texts behind other contexts, approximately (docs/how-to/agents.md); None: computed in each
+    kvcomm: KVComm.Config | None = None
 
     @property
     def longest(self) -> int:
@@ -84,14 +88,19 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Approximations of what the engine draws with, which make it another policy than the trainer's."""
+        """Approximations of all that the engine draws with, which make it another policy than the trainer's."""
         of_weights = () if self.weights is None else self.weights.tags
         of_pages = () if self.tiers is None else self.tiers.tags
         return (*of_weights, *(() if self.kv_cache_dtype is None else (TAG,)), *of_pages)
 
+    @property
+    def possible_tags(self) -> tuple[str, ...]:
+        """Approximations of some of what the engine draws with, all of it included."""
+        return self.tags if self.kvcomm is None else (*self.tags, KVCOMM)
+
     def requires(self, experiment: ExperimentFields) -> None:
         """Refuse an objective that takes rollouts of an approximated policy for the trainer's own."""
-        objective, tags = experiment.objective, self.tags
+        objective, tags = experiment.objective, self.possible_tags
         expected = f"TruncatedImportance.Config, as rollouts are of {' and '.join(tags)}"
         objective.require("importance", objective.corrects or not tags, expected)
 
@@ -109,6 +118,10 @@ class EngineConfig[T](ConfigBase[T], renamed={"max_prompt": "max_prompt_tokens",
         self.require_least(64, "prefill_tokens")
         cached = self.tiers is None or (self.enable_prefix_caching and not (self.kv_cache_dtype and self.tiers.tags))
         self.require("tiers", cached, "None without enable_prefix_caching; with an int8 cache a codec without loss")
+        if self.kvcomm is not None:
+            expected = "None with an int8 cache, with tiers, or on several devices"
+            alone = all(size == 1 for size in self.mesh.values())
+            self.require("kvcomm", not self.kv_cache_dtype and self.tiers is None and alone, expected)
         others = [axis for axis, size in self.mesh.items() if axis not in ("tensor", "expert") and size != 1]
         expected = "tensor and expert alone, as all devices of an engine have all rows: for more, run more workers"
         self.require("mesh", not others, expected)

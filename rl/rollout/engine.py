@@ -90,6 +90,8 @@ class RolloutEngine(Configurable):
             raise UserError("RolloutEngine.tiers: an engine of several processes has none; expected one process")
         if cfg.replicas is not None and remote_runners is not None:
             raise UserError("RolloutEngine.replicas: an engine of several processes has none; expected one process")
+        if cfg.kvcomm is not None and remote_runners is not None:
+            raise UserError("RolloutEngine.kvcomm: an engine of several processes has none; expected one process")
         self.cfg, self._has_text = cfg, decode is not None
         self.paused = False
         self.runner = ModelRunner(cfg, adapters=adapters)
@@ -97,7 +99,8 @@ class RolloutEngine(Configurable):
         self.executor = Executor(self.runner, remote_runners)
         self.speculation = None if cfg.speculation is None else cfg.speculation.build()
         tiers = None if cfg.tiers is None else cfg.tiers.build()
-        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching, tiers)
+        kvcomm = None if cfg.kvcomm is None else cfg.kvcomm.build()
+        kv_cache = KVCacheManager(cfg.pool_pages, cfg.page_size, cfg.enable_prefix_caching, tiers, kvcomm)
         self.scheduler = Scheduler(kv_cache, cfg.max_num_seqs, cfg.keep_completions)
         self.earlier = EarlierRollouts(self.runner.vocab, cfg.max_num_seqs)
         spawning = Spawning(self.scheduler, self._validate)

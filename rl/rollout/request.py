@@ -7,6 +7,7 @@ import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
 from rl.protocol.messages import Prompt, Rollout
+from rl.protocol.segments import TokenSegment
 from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.decoding.grammar import Grammar
 from rl.rollout.decoding.scores import ScoreMode, TokenScores
@@ -59,6 +60,8 @@ class Request:
     # Tokens, int32, of each sample as the same keys have drawn them under an earlier policy, as far as they are known:
     # drafts, which change no result (speculation/earlier.py)
     earlier: tuple[np.ndarray, ...] = ()
+    # Segments of the prompt, in order, for an engine with `kvcomm`; (): it is one text
+    segments: tuple[TokenSegment, ...] = ()
 
     @property
     def name(self) -> str:

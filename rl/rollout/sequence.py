@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rl.protocol.messages import WHOLE, FinishReason, Rollout
+from rl.protocol.segments import TokenSegment
 from rl.rollout.agent_loops.commands import AgentLoop, Command, Generate, Join, Wait
 from rl.rollout.decoding.constraints import Constraints
 from rl.rollout.decoding.records import CompletionRecords, RoutingRecord
@@ -123,6 +124,7 @@ class Sequence:
         self._reported = 0  # completion tokens given to on_tokens
         self.watched: WatchedDraw | None = None  # state of the current command's watch
         self.children: list[SequenceGroup] = []  # spawned by it, in order
+        self.segments = group.request.segments  # segments of its first tokens; (): one text
         group.sequences.append(self)
 
     # ---- the view of an agent loop
@@ -284,8 +286,10 @@ class Sequence:
         self.records.drawn(logprobs, version, kept, scores)
         self.tags.update(tags)
 
-    def observe(self, tokens: list[int], version: int) -> int:
-        """Append given tokens, as many as there is room for; returns their number."""
+    def observe(self, tokens: list[int], version: int, segments: Items[TokenSegment] = ()) -> int:
+        """Append given tokens, as many as there is room for; returns their number. `segments`: theirs, if any."""
+        if segments and not self.segments:
+            self.segments = (TokenSegment(len(self.tokens), "prompt"), *segments)
         room = self.most - len(self.tokens)
         if len(tokens) > room:
             self.reason = "length"
@@ -367,6 +371,13 @@ class Sequence:
         if routing is not None:
             self.routing.write(self.cached, routing)
         self.cached += count
+        self.group.started = True
+
+    def approximated(self, count: int, tag: str) -> None:
+        """Count tokens whose keys and values are approximations, of use to no other sequence."""
+        self.cached += count
+        self.cache_key = None
+        self.tags.add(tag)
         self.group.started = True
 
     def mix_cache(self) -> None:

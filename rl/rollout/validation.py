@@ -1,6 +1,7 @@
 """Validation of policies when an engine is built, and of requests when they are submitted."""
 
 import math
+from collections.abc import Sequence as Items
 from typing import Any
 
 import jax
@@ -16,9 +17,11 @@ from axlearn_like.layers.wrappers.low_rank.rank_space import unknown_rotation
 from axlearn_like.training.program import check_length
 from mesh import UserError
 from mesh.rules import axis_sizes
+from rl.protocol.segments import TokenSegment
 from rl.rollout.agent_loops.commands import single_turn
 from rl.rollout.config import EngineConfig
 from rl.rollout.decoding.stop_strings import check_strings
+from rl.rollout.kv_cache.kvcomm.arrays import frequencies
 from rl.rollout.request import Request, StopConditions
 from rl.rollout.sampling import Sampler, recorded_candidates
 
@@ -54,6 +57,8 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
         cfg.require("cascade", not kernel or cfg.cascade is None, "None on TPUs with kv_cache_dtype='int8'")
         # A row of registers has 128 lanes: the scales of shorter pages would take as much memory.
         cfg.require("page_size", not kernel or cfg.page_size == 64, "64 on TPUs with kv_cache_dtype='int8'")
+    if cfg.kvcomm is not None:
+        _check_kvcomm(cfg, model, kernel=kernel)
     if cfg.speculation is not None and platform == "cpu":
         _check_exact(model, "speculation", "drafts")
     if cfg.cascade is not None:
@@ -64,6 +69,17 @@ def check_policy(cfg: EngineConfig[Any], model: Any, platform: str, *, adapters:
             check_rules(block.attention.rules, block.attention.sinks_kq is not None)
             if isinstance(cfg.weights, FactorisedWeights.Config) and cfg.weights.rank_cache:
                 _check_rank_cache(cfg.weights, block.attention)
+
+
+def _check_kvcomm(cfg: EngineConfig[Any], model: Any, *, kernel: bool) -> None:
+    """Refuse to move keys that have more than a rotation in them, and pages of another form."""
+    cfg.require("kvcomm", not kernel, "None on TPUs, whose kernel has pages of its own form")
+    ranks = isinstance(cfg.weights, FactorisedWeights.Config) and cfg.weights.rank_cache
+    cfg.require("kvcomm", not ranks, "None with weights.rank_cache, where keys are made at their positions")
+    same = frequencies(model) is not None
+    cfg.require("kvcomm", same, "None for a policy whose layers rotate keys by other angles, or not by RoPE's alone")
+    layout = getattr(model, "routing_layout", None)
+    cfg.require("kvcomm", layout is None or not layout.recorded, "None for a policy whose routing is recorded")
 
 
 def _check_rank_cache(weights: FactorisedWeights.Config, attention: Any) -> None:
@@ -89,7 +105,7 @@ def _check_numerics(cfg: EngineConfig[Any], platform: str, *, adapters: bool) ->
     """Refuse what would make the bits of a policy with exact numerics others than those of its scoring."""
     refuse_inexact(cfg.model, platform)
     exact = 'with policy.numerics="exact"'
-    for field in ("weights", "kv_cache_dtype"):
+    for field in ("weights", "kv_cache_dtype", "kvcomm"):
         cfg.require(field, getattr(cfg, field) is None, f"None {exact}, for the trainer scores with other numbers")
     fixed = platform != "cpu" or cfg.decodes_from(platform, expands=False) == "windows"
     cfg.require("decode_from", fixed, f"None {exact}: pages are summed in another order than scores on CPUs")
@@ -180,6 +196,17 @@ def _check_prompt(request: Request, cfg: EngineConfig[Any], vocab: int) -> None:
         )
     if (wrong := outside(prompt.tokens, vocab)) is not None:
         raise UserError(f"{name} has token {wrong}; the vocabulary is 0 to {vocab - 1}")
+    check_segments(request.segments, len(prompt.tokens), name)
+
+
+def check_segments(segments: Items[TokenSegment], tokens: int, name: str) -> None:
+    """Refuse segments that are not all of so many tokens, and a placeholder without any (UserError)."""
+    for one in segments:
+        if one.tokens < 1:
+            what = f"placeholder {one.placeholder!r}" if one.placeholder else "a segment of its prompt"
+            raise UserError(f"{name}: {what} has {one.tokens} tokens; expected 1 or more")
+    if segments and (all_of_them := sum(one.tokens for one in segments)) != tokens:
+        raise UserError(f"{name}: its segments have {all_of_them} tokens; expected {tokens}, as they divide")
 
 
 def _check_fields(request: Request, vocab: int) -> None:

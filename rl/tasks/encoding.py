@@ -24,17 +24,23 @@ def encode_prompt(question: str, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def encode_segments(text: SegmentedText, tokenizer: Tokenizer) -> tuple[np.ndarray, tuple[TokenSegment, ...]]:
-    """Encode a question in segments, int32, and return how many tokens each has.
+    """Encode a question in segments, int32, and return its segments as tokens.
 
-    Each segment is encoded by itself, so that the same text has the same tokens in all prompts. With a chat template
-    the question is encoded as a whole, as `encode_prompt` does, and there are no spans.
+    With a chat template the question is encoded as a whole, as `encode_prompt` does, and there are no segments.
     """
     if tokenizer.chat_template is not None:
         return encode_prompt(text, tokenizer), ()
+    first, last = begin(tokenizer), tokenizer.encode(_SEPARATOR)
+    ids, segments = encode_parts(text, tokenizer)
+    ends = (TokenSegment(len(first)),) if first else (), (TokenSegment(len(last)),)
+    return np.asarray([*first, *ids, *last], np.int32), (*ends[0], *segments, *ends[1])
+
+
+def encode_parts(text: SegmentedText, tokenizer: Tokenizer) -> tuple[list[int], tuple[TokenSegment, ...]]:
+    """Encode segments, each by itself, so that the same text has the same tokens in all prompts."""
     encoded = [(encode_inside(tokenizer, one.text), one.placeholder) for one in text.segments]
-    parts = [(begin(tokenizer), ""), *encoded, (tokenizer.encode(_SEPARATOR), "")]
-    tokens = np.asarray([token for ids, _ in parts for token in ids], np.int32)
-    return tokens, tuple(TokenSegment(len(ids), placeholder) for ids, placeholder in parts if ids)
+    segments = tuple(TokenSegment(len(ids), placeholder) for ids, placeholder in encoded if ids)
+    return [token for ids, _ in encoded for token in ids], segments
 
 
 def encode_problem(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:

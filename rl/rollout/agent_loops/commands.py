@@ -19,6 +19,7 @@ import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
 from rl.protocol.messages import FinishReason, Rollout
+from rl.protocol.segments import TokenSegment
 
 _SPAWNED = 1 << 31  # ids of spawned samples begin here: a request's own are small
 
@@ -64,6 +65,8 @@ class Observe:
     """
 
     tokens: Sequence[int]
+    # Segments of these tokens, if they are the rest of a prompt, for an engine with `kvcomm`
+    segments: tuple[TokenSegment, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +101,7 @@ class Spawn:
     max_new_tokens: int | None = None  # limit of its tokens; None: the request's
     # Policy that draws it, of the request's `policies`, or "base": the model without an adapter. None: this one's own.
     policy: str | None = None
+    segments: tuple[TokenSegment, ...] = ()  # segments of the prompt, in order; (): it is one text
 
 
 def child_sample(parent: int, index: int) -> int:

@@ -34,12 +34,12 @@ def heard(value: Any, cfg: Environment.Config, ask: Ask, tokenizer: Tokenizer) -
             del completion
             yield Generate(strings=strings)
 
-        asked = consult.prompt
+        asked, segments = consult.prompt, ()
         if isinstance(asked, SegmentedText):
-            prompt, _ = encode_segments(asked, tokenizer)
+            prompt, segments = encode_segments(asked, tokenizer)
         else:
             prompt = encode_prompt(asked, tokenizer)
-        child = yield Spawn(prompt.tolist(), speak, consult.max_new_tokens, consult.policy)
+        child = yield Spawn(prompt.tolist(), speak, consult.max_new_tokens, consult.policy, segments)
         (rollout,) = yield Join((child,))
         answer = answer_text(tokenizer, rollout.tokens.tolist())
         value = yield ask(lambda environment, said=answer: environment.hear(said))

@@ -19,9 +19,11 @@ from rl.environments.streaming.events import Invalid
 from rl.environments.thread import EnvironmentThread
 from rl.environments.turns import Turns
 from rl.protocol.messages import Episode, EpisodeEnd, FinishReason, Problem, Rollout, Turn
+from rl.protocol.segments import SegmentedText
 from rl.rollout.agent_loops.commands import Abort, Command, Completion, Generate, Observe, Wait
 from rl.rollout.agent_loops.consulting import heard, opened
 from rl.rollout.decoding.stop_strings import INCOMPLETE
+from rl.tasks.encoding import encode_parts
 
 __all__ = ["GRACE_S", "EpisodeLoop"]
 
@@ -80,8 +82,8 @@ class EpisodeLoop:
         ask = partial(self._wait, thread)
         first = yield ask(lambda environment: environment.reset(self._row))
         seen = checked_observation((yield from opened(first, cfg, ask, self._tokenizer)))
-        given = _given(seen, text, completion)
-        while (yield Observe(given)) == len(given) and len(turns) < cfg.max_turns:
+        given, segments = _first(seen, text, completion, self._tokenizer)
+        while (yield Observe(given, segments)) == len(given) and len(turns) < cfg.max_turns:
             first = len(completion.output_tokens)
             limit, strings = _limits(seen, cfg)
             reader = cfg.reader(self._shared, thread.call)
@@ -106,11 +108,18 @@ class EpisodeLoop:
             if step.done:
                 return "done", answer_text(self._tokenizer, drawn) if cfg.verify else None
             seen = step.observation
-            given = _given(seen, text, completion) if len(turns) < cfg.max_turns else []
+            given, segments = _given(seen, text, completion) if len(turns) < cfg.max_turns else [], ()
         return "truncated", None
 
     def _wait(self, thread: EnvironmentThread, call: Callable[[Environment], Any]) -> Wait:
         return Wait(thread.call(call), self._cfg.deadline_s + GRACE_S)
+
+
+def _first(seen: str | Ask, text: Turns, completion: Completion, tokenizer: Tokenizer) -> Any:
+    """Return the tokens of the first observation, and their segments if it has some."""
+    if isinstance(seen, SegmentedText) and tokenizer.chat_template is None and not len(completion.output_tokens):
+        return encode_parts(seen, tokenizer)
+    return _given(seen, text, completion), ()
 
 
 def _given(seen: str | Ask, text: Turns, completion: Completion) -> list[int]:

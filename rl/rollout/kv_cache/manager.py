@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 
+from rl.rollout.kv_cache.kvcomm.anchors import KVComm
 from rl.rollout.kv_cache.page_pool import PagePool
 from rl.rollout.kv_cache.prefix_cache import PrefixCache
 from rl.rollout.kv_cache.tiers.host_tiers import HostTiers
@@ -31,12 +32,21 @@ class KVCacheManager:
 
     Attributes:
         tiers: host memory and disk, for pages that are evicted; None: those are dropped.
+        kvcomm: bases and anchors of segments; None: only what begins alike is shared.
         leaving: pages to copy from the device before its next dispatch.
         arriving: pages to write to the device after that, with their contents.
     """
 
-    def __init__(self, pages: int, page_size: int, enable_prefix_caching: bool, tiers: HostTiers | None = None):
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        enable_prefix_caching: bool,
+        tiers: HostTiers | None = None,
+        kvcomm: KVComm | None = None,
+    ):
         self.page_size, self._enable_prefix_caching, self.tiers = page_size, enable_prefix_caching, tiers
+        self.kvcomm = kvcomm
         self._start(pages)
 
     def _start(self, pages: int) -> None:
@@ -51,6 +61,8 @@ class KVCacheManager:
         self._start(self.pool.total + 1)
         if self.tiers is not None:
             self.tiers.clear()
+        if self.kvcomm is not None:
+            self.kvcomm.forget()
 
     @property
     def tokens(self) -> int:
@@ -132,11 +144,15 @@ class KVCacheManager:
             self._prefixes.drop(lambda key: False)
         if self.tiers is not None:
             self.tiers.clear()
+        if self.kvcomm is not None:
+            self.kvcomm.forget()
 
     def forget_adapter(self, adapter: Hashable) -> None:
         """Drop the cached prefixes of an adapter; keys are (version of the weights, adapter)."""
         if self._prefixes is not None:
             self._prefixes.drop(lambda key: key[1] != adapter)
+        if self.kvcomm is not None:
+            self.kvcomm.forget(lambda key: key[1] != adapter)
 
     # ---- pages on the host
 

@@ -14,6 +14,7 @@ from axlearn_like.layers.base import Params
 from axlearn_like.layers.contexts.latents import expands_latents
 from mesh import make_mesh
 from rl.rollout.config import EngineConfig
+from rl.rollout.kv_cache.kvcomm.arrays import frequencies
 from rl.rollout.model_runner.adapter_bank import AdapterBank, AdapterLimits
 from rl.rollout.model_runner.batches import DecodeBatch, DecodeLayout, PrefillBatch, stop_columns
 from rl.rollout.model_runner.cache_arrays import CacheArrays
@@ -35,6 +36,7 @@ class ModelRunner:
         bank: bank of LoRA adapters, if they are served.
         expert_slots: replicas of experts; None: there are none.
         kernel: kernel of attention, on TPUs; None: XLA.
+        key_angles: angles by which a position rotates keys (`kvcomm.arrays.frequencies`).
         redraws: a chunk of tokens over drafts has the sums of single ones, or as near as the platform has them.
         kernel_choice: block sizes of the kernel and what its self-test has found, as fields of an event.
     """
@@ -63,6 +65,7 @@ class ModelRunner:
             recorded = recorded_candidates(cfg.sampler) is not None
             self.redraws = not recorded and (platform != "cpu" or why_inexact(model) is None)
             self.vocab: int = model.vocab_size
+            self.key_angles = frequencies(model)
             bank = {"mesh": self.mesh, "dtype": model.dtype, "stacked": kernel}
             self.bank = None if adapters is None else AdapterBank(adapters, cfg.model, **bank)
             self.buckets = Buckets(

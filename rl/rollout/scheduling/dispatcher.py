@@ -18,6 +18,7 @@ from rl.rollout.scheduling.lifecycle import Lifecycle
 from rl.rollout.scheduling.page_moves import PageMoves
 from rl.rollout.scheduling.policy import InstalledPolicy
 from rl.rollout.scheduling.scheduler import Scheduler
+from rl.rollout.scheduling.segment_reuse import SegmentReuse
 from rl.rollout.sequence import Sequence
 from rl.rollout.speculation.earlier import MOST, EarlierRollouts, Redraw
 from rl.rollout.speculation.speculator import Speculation
@@ -60,6 +61,7 @@ class Dispatcher:
         self._block_ends = executor.runner.cache.block_ends
         self._expert_slots = executor.runner.expert_slots
         self.moves = PageMoves(executor, scheduler.kv_cache)  # pages on their way between device and host
+        self._segments = None if scheduler.kv_cache.kvcomm is None else SegmentReuse(executor, scheduler, self.moves)
 
     def stats(self) -> dict[str, float]:
         """Return counts since the start, and seconds by use."""
@@ -175,6 +177,8 @@ class Dispatcher:
 
     def _prefill(self) -> bool:
         """Make one dispatch; returns False if there is nothing to prefill, or no room for it."""
+        if self._segments is not None:
+            self._segments.start()
         chosen, copies = self._scheduler.to_prefill(self._executor.prefill_room)
         self.moves.run(copies)
         if work := [(sequence, count) for sequence, count in chosen if count]:
@@ -191,6 +195,8 @@ class Dispatcher:
             self._counts["prefill_tokens"] += count
             if not sequence.unfilled:
                 self._scheduler.kv_cache.remember(sequence)
+                if self._segments is not None:
+                    self._segments.learn(sequence)
                 if sequence.is_prefix:
                     self._lifecycle.fan_out(sequence)
         return bool(chosen)

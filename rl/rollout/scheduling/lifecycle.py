@@ -19,7 +19,7 @@ from rl.rollout.scheduling.scheduler import Scheduler
 from rl.rollout.scheduling.spawning import Spawning, check_join, known
 from rl.rollout.scheduling.watching import Watching
 from rl.rollout.sequence import Sequence, SequenceGroup
-from rl.rollout.validation import outside
+from rl.rollout.validation import check_segments, outside
 
 _PENDING: Any = object()  # the answer of a command that takes its time
 
@@ -151,7 +151,9 @@ class Lifecycle:
         tokens = np.asarray(command.tokens, np.int64)
         if (wrong := outside(tokens, self._vocab)) is not None:
             raise UserError(f"{sequence.name} observes token {wrong}; the vocabulary is 0 to {self._vocab - 1}")
-        taken = sequence.observe(tokens.tolist(), sequence.group.version(self._scheduler.version))
+        check_segments(command.segments, len(tokens), sequence.name)
+        version = sequence.group.version(self._scheduler.version)
+        taken = sequence.observe(tokens.tolist(), version, command.segments)
         self.extended(sequence)
         return taken
 

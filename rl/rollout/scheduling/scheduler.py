@@ -53,6 +53,7 @@ class Scheduler:
             "pages_used": pool.used,
             "prefix_cache_pages": self.kv_cache.prefix_pages,
             **({} if self.kv_cache.tiers is None else self.kv_cache.tiers.stats()),
+            **({} if self.kv_cache.kvcomm is None else self.kv_cache.kvcomm.stats()),
         }
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -98,17 +99,17 @@ class Scheduler:
         chosen: list[tuple[Sequence, int]] = []
         copies: list[PageCopy] = []
         rows, chunk = 0, 0
-        for sequence in self._prefillable():
+        for sequence in self.prefillable():
             if sequence.to_score and chosen:
                 break  # prefilled alone, next
             fresh = not sequence.pages and not sequence.to_score
-            reused = self._adopt(sequence)
+            reused = self.adopt(sequence)
             brought = self._bring(sequence) if fresh else 0
             if not rows:
                 rows, chunk = shape(sequence.unfilled)
                 rows = 1 if sequence.to_score else rows
             count = min(chunk, sequence.unfilled)
-            if count and not self._room(sequence, sequence.cached + count):
+            if count and not self.room(sequence, sequence.cached + count):
                 if reused and not brought:  # a sequence that has not started holds nothing
                     self.kv_cache.release(sequence)
                 break
@@ -119,7 +120,7 @@ class Scheduler:
                 break
         return chosen, copies
 
-    def _adopt(self, sequence: Sequence) -> int:
+    def adopt(self, sequence: Sequence) -> int:
         """Give a sequence without pages the cached prefix of its tokens; returns its number of tokens."""
         if sequence.pages:
             return 0
@@ -130,11 +131,11 @@ class Scheduler:
     def _bring(self, sequence: Sequence) -> int:
         """Bring back pages from the host, as many as there is room for; returns the number of their tokens."""
         kv_cache, digests = self.kv_cache, self.kv_cache.moved(sequence)
-        while digests and not self._room(sequence, sequence.cached + len(digests) * kv_cache.page_size):
+        while digests and not self.room(sequence, sequence.cached + len(digests) * kv_cache.page_size):
             digests = digests[: len(digests) // 2]
         return kv_cache.bring(sequence, digests) if digests else 0
 
-    def _prefillable(self) -> Iterator[Sequence]:
+    def prefillable(self) -> Iterator[Sequence]:
         """Yield sequences with tokens to prefill that will find a row free, in order."""
         free = self._max_num_seqs - len(self.running)
         for sequence in self._eligible():
@@ -149,7 +150,7 @@ class Scheduler:
         eligible = (sequence for sequence in self._waiting if sequence.group.started or not self.draining)
         return iter(list(islice(eligible, 4 * self._max_num_seqs)))
 
-    def _room(self, sequence: Sequence, length: int) -> bool:
+    def room(self, sequence: Sequence, length: int) -> bool:
         """Make room for a waiting sequence: from cached prefixes and, if none runs, from sequences behind it."""
         needed = self.kv_cache.missing(sequence, length)
         while not self.kv_cache.make_room(needed):
@@ -181,7 +182,7 @@ class Scheduler:
         free = self._max_num_seqs - len(self.running)
         ready = [sequence for sequence in self._eligible() if not sequence.unfilled and not sequence.is_prefix]
         for sequence in ready[:free]:
-            self._adopt(sequence)  # a prompt of one token has nothing to adopt, but its pages get a key
+            self.adopt(sequence)  # a prompt of one token has nothing to adopt, but its pages get a key
             self._waiting.remove(sequence)
             sequence.run()
             bisect.insort(self.running, sequence, key=lambda s: s.order)

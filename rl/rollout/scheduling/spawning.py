@@ -53,6 +53,7 @@ class Spawning:
             agent_loop=command.agent_loop,
             partial=(),
             earlier=(),
+            segments=command.segments,
         )
         try:
             stop = self._validate(request)

@@ -1,0 +1,1 @@
+"""Reuse of keys and values of a text behind another context (KVCOMM)."""
