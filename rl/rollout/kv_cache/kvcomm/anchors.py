@@ -18,7 +18,7 @@ import numpy as np
 from axlearn_like.config import ConfigBase, Configurable
 from rl.rollout.kv_cache.kvcomm.arrays import Tokens, compare, empty_stack, put
 
-TAG = "kvcomm"  # of rollouts over such keys and values
+TAG = "kvcomm"  # tag of rollouts over such keys and values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class KVComm(Configurable):
         entropy: float = 0.3  # share of the highest entropy of the anchors' weights above which a text is computed
         oldest: int = 5  # anchors of which the least used one makes room
         top_p: float = 0.9  # weight of the nearest anchors that count as used
-        temperature: float = 1.0  # of the softmax over distances that makes the weights
+        temperature: float = 1.0  # temperature of the softmax over distances that makes the weights
         offsets: bool = True  # False: rotation alone, without anchors; to compare with
         bases: int = 64  # segments whose base is kept, least recently used first to go
         least_tokens: int = 64  # tokens that a prefix leaves, without which nothing is reused
@@ -99,7 +99,7 @@ class KVComm(Configurable):
         Args:
             key: (version, adapter).
             place: the template, and the placeholder in it.
-            base: of the text.
+            base: base of the text.
         """
         found = self._anchors.get((key, place, _size(base)))
         if found is None or len(found.usable(count)) < self.cfg.least_anchors:

@@ -82,7 +82,7 @@ def write_segment(
         places: position of the segment's first token, and its first and last one to write, plus one.
         base: the segment at position 0, without a context.
         offsets: what other contexts added to other texts in its place, [a, l, t, k, h]; None: nothing is added.
-        weights: of each of these, [a, 1, t, 1, 1] or [a, l, 1, k, h]; None likewise.
+        weights: weight of each of these, [a, 1, t, 1, 1] or [a, l, 1, k, h]; None likewise.
     """
     start, first, end = places
     tokens = {name: x.astype(jnp.float32) for name, x in base.items()}

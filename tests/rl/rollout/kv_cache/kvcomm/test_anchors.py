@@ -1,4 +1,4 @@
-"""Which texts are computed and which are reused, and which anchor makes room, against what the rules say."""
+"""Anchors that are used, computed or evicted as the rules say."""
 
 from typing import Any
 
@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from axlearn_like.config import ConfigError
 from rl.rollout.kv_cache.kvcomm.anchors import KVComm
+
+pytestmark = pytest.mark.numerics
 
 KEY, PLACE, SIZE = (5, None), ("template", 1), 4
 
