@@ -22,6 +22,10 @@ class RunClock:
         """Return the seconds since 1970."""
         return time.time()
 
+    def cpu(self) -> float:
+        """Return the CPU seconds that this process has used, on all cores together."""
+        return time.process_time()
+
     def sleep(self, seconds: float) -> None:
         """Let so many seconds pass."""
         time.sleep(seconds)

@@ -43,7 +43,16 @@ class EventLog:
 
 @contextmanager
 def span(events: EventLog, role: str, event: str, **fields: Any) -> Iterator[dict[str, Any]]:
-    """Time a block and log it with its `seconds` when it ends well; the yielded dict takes further fields."""
-    began = events.clock()
+    """Time a block and log it with its `seconds` when it ends well; the yielded dict takes further fields.
+
+    `cpu_seconds` are those of the whole process meanwhile, `cpu` those since its start.
+    """
+    began = events.clock(), events.clock.cpu()
     yield fields
-    events.append(role, event, seconds=round(events.clock() - began, 4), **fields)
+    events.append(role, event, **spent_since(events, *began), **fields)
+
+
+def spent_since(events: EventLog, began: float, cpu: float) -> dict[str, float]:
+    """Return the fields of a span that began at these seconds of the clock, and at these CPU seconds of the process."""
+    now = events.clock.cpu()
+    return {"seconds": round(events.clock() - began, 4), "cpu_seconds": round(now - cpu, 4), "cpu": round(now, 4)}

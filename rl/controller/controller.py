@@ -284,7 +284,8 @@ class Controller(Configurable):
                 return {}  # restarted controller learns the step from `begin`
             self._plan.consume(self._ledger.batch(step))
             leases = self._ledger.consume(step)
-            self._events.append("controller", "consumed", step=step, leases=leases)
+            cpu = round(self._events.clock.cpu(), 4)  # seconds of this process so far
+            self._events.append("controller", "consumed", step=step, leases=leases, cpu=cpu)
             self._look_ahead()
             return {**self._plan.maker.skipped.figures(), **self._audits.figures()}
 

@@ -59,6 +59,11 @@ class RoleDevices:
         return device_name(self.described)
 
     @property
+    def kind(self) -> str:
+        """Kind of chip, as a fleet writes it: v5p, h100, cpu, here."""
+        return parse_count(self.text, "fleet")[1].partition(":")[0]
+
+    @property
     def platform(self) -> str:
         """The platform by its name in jax: cpu, gpu, tpu."""
         return self.described[0].platform

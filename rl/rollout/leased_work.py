@@ -139,7 +139,7 @@ class LeasedWork:
             rollouts = [rollout for rollout in rollouts if rollout.sample_id in lease.again[rollout.prompt_id]]
         self.rollouts = rollouts
         drawn = sum(len(r.tokens) for r in rollouts if not r.demonstration)
-        figures = {"tokens": drawn - sum(len(r.tokens) for r in lease.partial)}
+        figures = {"tokens": drawn - sum(len(r.tokens) for r in lease.partial), "rollouts": len(rollouts)}
         if recorded := sum(r.routing.nbytes for r in rollouts if r.routing is not None):
             figures["routing_bytes"] = recorded
         return figures

@@ -22,12 +22,14 @@ class Durations:
     """Seconds, bytes and prices. A step of decoding takes `decode_step`, and more by active rows and cached tokens."""
 
     decode_step: float = 0.02  # seconds of a step that draws a token of each row
-    decode_row: float = 0.0  # seconds a step more for each active row
+    decode_row: float = 0.0  # seconds a step more for each row of the dispatch, a halving of max_num_seqs
     decode_context: float = 0.0  # seconds a step more for each cached token of the active rows
     prefill_token: float = 0.0  # seconds for a token of a prompt; samples of a prompt share it
     lease: float = 0.0  # seconds of a lease beside its steps: submission, programs' launches
     update: float = 1.0  # seconds of an update
     update_token: float = 0.0  # seconds more for each token of its rollouts
+    # Seconds of the controller's core for a rollout, for which nobody waits; counted where all roles share cores
+    rollout_rest: float = 0.0
     update_rest: float = 0.0  # seconds of the trainer's host between two updates
     score: float = 0.0  # seconds of a verifier process for an answer
     verifiers: float = 1.0  # processes of the verifier

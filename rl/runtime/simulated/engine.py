@@ -12,6 +12,7 @@ import numpy as np
 
 from rl.protocol.messages import Episode, Rollout
 from rl.rollout.config import EngineConfig
+from rl.rollout.model_runner.shapes.buckets import bucket, decode_rows
 from rl.rollout.request import Request, RequestOutput
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.lengths import AnswerLengths
@@ -90,6 +91,7 @@ class SimulatedEngine:
         self.version, self.busy_seconds, self.slow, self._grain = -1, 0.0, 1.0, grain_of(cfg)
         self.runner = SimpleNamespace(kernel_choice={})
         self.executor: Any = SimpleNamespace(leaving=False, close=lambda: None)
+        self._sizes = decode_rows(cfg.max_num_seqs)
         self._queue = deque[_Row]()
         self._rows: list[tuple[int, int, _Row]] = []  # heap of (step of its end, order, row) of those that are drawn
         self._order, self._steps, self._context = itertools.count(), 0, 0  # steps so far; tokens that rows have cached
@@ -152,7 +154,7 @@ class SimulatedEngine:
             if not self._rows or seconds >= _HORIZON:
                 break
             count = len(self._rows)
-            each = d.decode_step + d.decode_row * count + d.decode_context * self._context
+            each = d.decode_step + d.decode_row * bucket(count, self._sizes) + d.decode_context * self._context
             steps = self._rows[0][0] - self._steps
             if each > 0:
                 steps = max(1, min(steps, int((_HORIZON - seconds) / each)))

@@ -50,19 +50,29 @@ class Flows:
         Raises:
             UserError: there is no such path. LinkDown: a link of it went down.
         """
-        check_paths([path], self.capacities, [limit])
         began = self._clock()
         if size <= 0:
+            check_paths([path], self.capacities, [limit])
             return 0.0
-        flow = _Flow(tuple(path), size, limit, size, began, self._clock.current)
-        for link in flow.path:
-            self._on.setdefault(link, {})[flow] = None
-        self._share(flow)
+        flow = self._begin(path, size, limit, self._clock.current)
         while not flow.over:
             self._clock.park(None)
         if flow.cut:
             raise LinkDown(f"a link of {' -> '.join(path)} is down")
         return self._clock() - began
+
+    def send(self, path: Sequence[str], size: float, limit: float = math.inf) -> None:
+        """Let so many units pass for which nobody waits (UserError: there is no such path)."""
+        if size > 0:
+            self._begin(path, size, limit, None)
+
+    def _begin(self, path: Sequence[str], size: float, limit: float, owner: SimulatedProcess | None) -> _Flow:
+        check_paths([path], self.capacities, [limit])
+        flow = _Flow(tuple(path), size, limit, size, self._clock(), owner)
+        for link in flow.path:
+            self._on.setdefault(link, {})[flow] = None
+        self._share(flow)
+        return flow
 
     def cut(self, link: str) -> None:
         """End the flows of a link whose host is lost; who waits for them learns it."""

@@ -134,6 +134,9 @@ class Simulation:
         self.links.spend(self.plan.durations.call)
         with self._up:
             self._up.wait_for(lambda: self._controller is not None)
+        if method == "submit" and self.plan.durations.cores is not None:
+            count = sum(len(group.rollouts) for group in arguments[1])
+            self.flows.send((CORES,), self.plan.durations.rollout_rest * count, 1.0)
         return getattr(self._controller, method)(*arguments, **named)
 
     def work(self, seconds: float, cores: float = 1.0) -> None:

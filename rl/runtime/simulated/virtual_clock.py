@@ -95,6 +95,10 @@ class VirtualClock(RunClock):
         return _EPOCH + self.now
 
     @override
+    def cpu(self) -> float:
+        return 0.0  # durations stand for it
+
+    @override
     def sleep(self, seconds: float) -> None:
         self.park(max(seconds, 0.0))
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from axlearn_like.run.events import EventLog
+from axlearn_like.run.events import EventLog, spent_since
 from axlearn_like.training.alignment.reference import Reference
 from axlearn_like.training.step import State
 from rl.objective import derived_metrics
@@ -59,7 +59,7 @@ class PolicyUpdates:
         self._steps, self._publication, self._events, self._observers = steps, publication, events, observers
         self._beside, self._scores, self._on_update = beside, scores, on_update
         self._waiting_since: float | None = None
-        self._began = 0.0  # start of the update, by the monotonic clock
+        self._began = 0.0, 0.0  # start of the update, by the monotonic clock and in CPU seconds of the process
         self._metrics: dict[str, Any] = {}
         self._observed: dict[str, float] = {}  # metrics by the observers of the last batch
         self._marks: Mapping[str, str] = {}  # marks of the last batch, for the log
@@ -87,7 +87,7 @@ class PolicyUpdates:
         waited, self._waiting_since = self._events.clock() - waiting_since, None
         what = {"for": f"batch {version}"}
         self._events.append("trainer", "wait", seconds=round(waited, 4), step=version, **what)
-        self._began = self._events.clock()
+        self._began = self._events.clock(), self._events.clock.cpu()
         self._publication.copied()
         filled = fill(scored, params)
         self._observed = {name: x for one in self._observers for name, x in one.before(filled).items()}
@@ -107,8 +107,8 @@ class PolicyUpdates:
         jax.block_until_ready(metrics)
         self._metrics |= derived_metrics(metrics)
         self._metrics |= self._observed | ({} if self._scores is None else self._scores.figures())
-        seconds = round(self._events.clock() - self._began, 4)
-        self._events.append("trainer", "update", seconds=seconds, step=step - 1, **self._marks)
+        spent = spent_since(self._events, *self._began)
+        self._events.append("trainer", "update", **spent, step=step - 1, **self._marks)
         self._publication.pool = self._plan.get("pool")
         self._metrics |= self._steps.take.consumed(step - 1)
         for part in self._beside:

@@ -21,7 +21,7 @@ from tests.benches.simulate.job import job
 from tools.bench.harness.interleave import Say
 
 JOB = "tests.benches.simulate.job:job"
-STEPS, FIRST = 36, 12  # updates of a run, and those that are not counted: they compile
+STEPS, FIRST = 132, 12  # updates of a run, and those that are not counted: they compile
 _PATIENCE_S = 240.0
 
 
@@ -32,18 +32,19 @@ class Setting:
     workers: int
     staleness: int
     kill: str = ""
-    large: bool = False  # leases of a whole batch
+    prompts: int = 2  # prompts of a lease; a batch has 8
 
     @property
     def name(self) -> str:
         """The setting in words."""
         parts = [f"{self.workers} workers", f"staleness {self.staleness}"]
-        return ", ".join(parts + ["whole batches"] * self.large + [f"{self.kill} killed"] * bool(self.kill))
+        leases = [] if self.prompts == 2 else [f"leases of {self.prompts}"]
+        return ", ".join(parts + leases + [f"{self.kill} killed"] * bool(self.kill))
 
     def config(self) -> RLExperiment.Config:
         """Return the experiment."""
         cfg = job(steps=STEPS).set(workers=self.workers, staleness=self.staleness)
-        return cfg.set(groups_per_lease=cfg.prompts_per_step if self.large else 2)
+        return cfg.set(groups_per_lease=self.prompts)
 
     def words(self) -> list[str]:
         """Return the options of `axl rl`."""
@@ -53,10 +54,10 @@ class Setting:
         return [word for name, value in edits.items() for word in ("--set", f"{name}={value}")]
 
 
-MEASURED = Setting(2, 1)
+MEASURED = Setting(2, 1, prompts=3)  # leases of 3, 3 and 2 prompts: what grows with their size can be told
 PREDICTED = (
     *(Setting(1, 0), Setting(1, 1), Setting(2, 0), Setting(2, 2), Setting(3, 1)),
-    *(Setting(2, 1, large=True), Setting(2, 1, "worker-0"), Setting(1, 1, "trainer")),
+    *(Setting(2, 1), Setting(2, 1, prompts=8), Setting(2, 1, "worker-0"), Setting(1, 1, "trainer")),
 )
 
 

@@ -26,10 +26,10 @@ def test_a_rate_counts_the_time_of_what_is_made_again():
 
 
 def test_settings_differ_and_are_those_of_the_command():
-    assert len({one.name for one in (MEASURED, *PREDICTED)}) == 9
+    assert len({one.name for one in (MEASURED, *PREDICTED)}) == 10
     for setting in PREDICTED:
         setting.config().check_fields()
-    assert Setting(3, 2, large=True).words()[-1] == "groups_per_lease=8"
+    assert Setting(3, 2, prompts=8).words()[-1] == "groups_per_lease=8"
 
 
 def test_time_of_the_controller_does_not_grow_with_what_is_in_flight():

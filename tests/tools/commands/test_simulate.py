@@ -1,11 +1,15 @@
 """`axl simulate`: its output, and the refusals before anything is simulated."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tpu_compiler import TPU_COMPILER, needs_tpu_compiler
 from tools.cli import main
 
 TINY = "tests.tools.commands.test_simulate:tiny"
@@ -41,6 +45,23 @@ def test_fleets_are_searched_by_time_and_by_cost(capsys: pytest.CaptureFixture[s
     assert by_time[0]["workers"] > 1
 
 
+@pytest.mark.full
+@needs_tpu_compiler
+def test_fleets_of_several_generations_are_compared_by_price():
+    old, new = "trainer=v6e:1x1,workers=1xv5e:1x1", "trainer=v5e:1x1,workers=1xv6e:1x1"
+    words = ["--set", "evaluation=None", "--updates", "4", "--durations", "compiled", "--duration", "score=1e-5"]
+    priced = ["--price", "v5e=1", "--price", "v6e=3", "--objective", "cost"]
+    command = [sys.executable, "-m", "tools.cli", "simulate", "demo", *words, "--fleet", old, "--fleet", new, *priced]
+    done = subprocess.run(
+        [*command, "--json"], env=os.environ | TPU_COMPILER, capture_output=True, text=True, check=True
+    )
+    rows = json.loads(done.stdout.splitlines()[-1])["fleets"]
+    assert {row["fleet"] for row in rows} == {old, new}
+    assert rows[0]["cost_per_update"] < rows[1]["cost_per_update"]
+    for row in rows:  # a chip of each kind in both
+        assert row["cost"] == pytest.approx(4 * row["hours"], rel=0.05)
+
+
 def test_failures_give_an_ettr(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "trace.csv").write_text("time,target\n30,trainer\n")
     found = said(capsys, "--trace", str(tmp_path / "trace.csv"), "--duration", "start_trainer=20")
@@ -56,6 +77,13 @@ def test_failures_give_an_ettr(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["--rate", "drivers=1"], "--rate drivers: there is no such role"),
         (["--rate", "worker"], "--rate 'worker': expected ROLE=N"),
         (["--search", "workers=1..2", "--objective", "cost"], "--objective cost: there are no prices"),
+        (["--price", "v5p"], "--price 'v5p': expected CHIP=DOLLARS an hour"),
+        (["--price", "v5p=4"], "--price v5p=4: no role is on such chips"),
+        (
+            ["--fleet", "trainer=v5e:1x1,workers=2xv6e:1x1", "--price", "v5e=1"],
+            "(workers) has no price; expected --price v6e=",
+        ),
+        (["--fleet", "workers=cpu:1", "--fleet", "workers=cpu:2"], "--fleet: several have durations of their own"),
         (["--search", "workers=2..1"], "--search 'workers=2..1': expected workers=FIRST..LAST"),
         (["--trace", __file__, "--rate", "worker=1"], "--trace and --rate are both of failures"),
         (["--set", "policies={'a': {}}"], "policies"),

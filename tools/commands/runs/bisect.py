@@ -75,7 +75,7 @@ def _read(path: Path) -> Replay:
 
 def _tracer(record: RunRecord, given: Replay | None) -> Tracer:
     """Return what makes an update again: here, or in a process with the run's XLA_FLAGS; or reads what was given."""
-    from rl.runtime.replay.update import Replay, replay
+    from rl.runtime.replay.update import replay
 
     def trace(update: int, since: int) -> Replay:
         if given is not None:
@@ -120,7 +120,9 @@ def _show(
 
     console = Console()
     if differing:
-        rows = [(path or "(root)", *("-" if side is None else side for side in sides)) for path, sides in differing.items()]
+        rows = [
+            (path or "(root)", *("-" if side is None else side for side in sides)) for path, sides in differing.items()
+        ]
         console.print(Sheet("where the configs differ", ("config", "A", "B"), rows).terminal(100))
         click.echo("")
     if found is None:

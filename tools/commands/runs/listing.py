@@ -18,9 +18,9 @@ _WIDE = 100  # characters of a cell
 def command(folder: Path) -> None:
     """List the runs in DIR (default: runs; also gs://...), those with the latest sign of life first.
 
-    A run is `running` while its process lives, `finished` when all is done, `stopped` if it was asked to or failed, `died
-    at step N` if its process is gone without a word (kill -9, a machine that went down), and `silent` if another machine
-    has locked it and logs nothing. All but finished ones go on by the same command.
+    A run is `running` while its process lives, `finished` when all is done, `stopped` if it was asked to or failed,
+    `died at step N` if its process is gone without a word (kill -9, a machine that went down), and `silent` if another
+    machine has locked it and logs nothing. All but finished ones go on by the same command.
     """
     from rich.console import Console
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
               "compare all versions from there; 0: the start.  [default: the nearest before N]")  # fmt: skip
 @click.option("--set", "sets", multiple=True, metavar="PATH=VALUE", help="Make it once more with another value of a "
               "field of objective, learner or trainer. May be repeated.")  # fmt: skip
-@click.option("--drop", "dropped", multiple=True, metavar="PROMPT:SAMPLE", help="... without a sample. May be repeated.")
+@click.option(
+    "--drop", "dropped", multiple=True, metavar="PROMPT:SAMPLE", help="... without a sample. May be repeated."
+)
 @click.option("--reward", "rewards", multiple=True, metavar="PROMPT:SAMPLE=NUMBER", help="... with another reward. May "
               "be repeated.")  # fmt: skip
 @click.option("--trace", type=LocalPath(path_type=Path, dir_okay=False), help="Write all that the update was made of "
@@ -48,7 +50,7 @@ def command(
     PROMPT is the number of a problem; a wrong one is answered with those of the update.
     """
     left = frozenset(_sample("--drop", one) for one in dropped)
-    given = {sample: number for sample, number in map(_reward, rewards)}
+    given = dict(map(_reward, rewards))
     if both := left & given.keys():
         raise UserError("--drop and --reward are both of sample {}:{}; expected one of them".format(*min(both)))
     from mesh.imports import many_imports
@@ -137,7 +139,11 @@ def _elsewhere(record: RunRecord) -> list[str]:
     from mesh.devices import compilers
 
     here, there = compilers(), record.compilers[-1] if record.compilers else {}
-    return [f"  {name}: {there[name]!r} then, {here[name]!r} here" for name in here if there.get(name, here[name]) != here[name]]
+    return [
+        f"  {name}: {there[name]!r} then, {here[name]!r} here"
+        for name in here
+        if there.get(name, here[name]) != here[name]
+    ]
 
 
 def _number(value: Any) -> str:

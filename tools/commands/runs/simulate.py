@@ -14,8 +14,10 @@ from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
 
 if TYPE_CHECKING:
+    from rl.experiment import RLExperiment
     from rl.fleet.fleet import Placed
     from rl.runtime.simulated.durations import Durations
+    from rl.runtime.simulated.failures import Failure
     from rl.runtime.simulated.simulation import SimulationPlan
 
 
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
 class SimulateOptions:
     """Options of `axl simulate` beside the experiment's."""
 
-    fleet: str | None
+    fleets: tuple[str, ...]
     workers: int | None
     staleness: int | None
     updates: int | None
     hours: float
     durations: str | None
     edits: tuple[str, ...]
+    prices: tuple[str, ...]
     lengths: str
     growth: float
     traces: tuple[Path, ...]
@@ -51,7 +54,8 @@ class ShownOptions:
 
 @click.command("simulate")
 @edit_options
-@click.option("--fleet", metavar="ROLE=DEVICES,...", help="Devices of the roles, as of axl rl.")
+@click.option("--fleet", "fleets", metavar="ROLE=DEVICES,...", multiple=True, help="Devices of the roles, as of axl "
+              "rl. Repeated: each fleet is simulated, and the best is listed first.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=1), help="Number of workers.  [default: the experiment's]")
 @click.option("--staleness", type=click.IntRange(min=0), help="Updates that a rollout may be behind the trainer.")
 @click.option("--updates", type=click.IntRange(min=1), help="Number of updates.  [default: the experiment's]")
@@ -59,19 +63,30 @@ class ShownOptions:
 @click.option("--durations", metavar="SOURCE", help="A TOML or JSON table of seconds, bytes a second and prices; a run "
               "directory, whose events are measured; or compiled: the compiler's estimates for --fleet.")  # fmt: skip
 @click.option("--duration", "edits", multiple=True, metavar="NAME=NUMBER", help="Change one of them. May be repeated.")
+@click.option("--price", "prices", multiple=True, metavar="CHIP=DOLLARS", help="Price of a chip of a kind for an hour, "
+              "such as v5p=4.2. May be repeated.")  # fmt: skip
 @click.option("--lengths", default="", metavar="SOURCE", help="Tokens of answers: lognormal:MEAN,SIGMA, fixed:TOKENS, "
               "a file of numbers, or a run directory.  [default: fixed, half of max_new_tokens]")  # fmt: skip
 @click.option("--growth", default=0.0, help="Share by which answers grow until the last update.")
 @click.option("--trace", "traces", type=LocalPath(path_type=Path, exists=True, dir_okay=False), multiple=True, help=
-              "Failures: CSV or JSON lines of time, target (trainer, controller, worker, worker-N, zone-N), kind (kill, "
-              "gone, back, slow); or spot instances by time, as SkyPilot, Bamboo and Parcae publish them, a file a zone.")  # fmt: skip
-@click.option("--zones", type=click.IntRange(min=1), default=1, show_default=True, help="Zones that workers are dealt to.")
+              "Failures: CSV or JSON lines of time, target (trainer, controller, worker, worker-N, zone-N), kind "
+              "(kill, gone, back, slow); or spot instances by time, as SkyPilot, Bamboo and Parcae publish them, a "
+              "file a zone.")  # fmt: skip
+@click.option(
+    "--zones", type=click.IntRange(min=1), default=1, show_default=True, help="Zones that workers are dealt to."
+)
 @click.option("--rate", "rates", multiple=True, metavar="ROLE=N", help="Random deaths an hour: of trainer, controller, "
               "or of all workers together. May be repeated.")  # fmt: skip
 @click.option("--back-s", default=0.0, help="With --rate worker=N: seconds for which a lost worker's host is gone, on "
               "average.")  # fmt: skip
 @click.option("--search", metavar="workers=A..B", help="Simulate fleets of so many workers, and list the best first.")
-@click.option("--objective", type=click.Choice(["cost", "time"]), default="time", show_default=True, help="Order of --search.")
+@click.option(
+    "--objective",
+    type=click.Choice(["cost", "time"]),
+    default="time",
+    show_default=True,
+    help="Order of --search and of several fleets.",
+)
 @click.option("--advice", is_flag=True, help="Simulate changes too: a worker more or less, another staleness, another "
               "checkpoint interval.")  # fmt: skip
 @click.option("--run-dir", type=LocalPath(path_type=Path), help="Write events and metrics there, for axl report.")
@@ -80,7 +95,7 @@ class ShownOptions:
 def command(
     experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], how: SimulateOptions, shown: ShownOptions
 ) -> None:
-    """Run the control plane of EXPERIMENT by a virtual clock: what would a run take, cost, and survive?
+    """Simulate the control plane of EXPERIMENT by a virtual clock: what a run would take, cost, and survive.
 
     The controller, leases, workers' loops, the weights' directory and broadcast, publication and restarts are those of
     axl rl; only the work of devices, verifiers and transfers is replaced by durations. Same arguments, same result.
@@ -88,9 +103,9 @@ def command(
     from mesh.imports import many_imports
 
     with many_imports():
-        from rl.runtime.simulated import result
+        from rl.runtime.simulated import advice
 
-    plan, rates = _plan(experiment, sets, applied, how)
+    plans, rates = _plans(experiment, sets, applied, how)
     if how.durations is None:
         edits = f" but {', '.join(how.edits)}" if how.edits else ""
         click.echo(
@@ -99,13 +114,18 @@ def command(
             err=True,
         )
     if shown.search is not None:
-        if shown.objective == "cost" and not (plan.durations.worker_price or plan.durations.trainer_price):
-            raise UserError("--objective cost: there are no prices; expected --duration worker_price=DOLLARS an hour")
-        rows = result.search(plan, result.worker_counts(shown.search), shown.objective)
-        return _show({"objective": shown.objective, "fleets": rows}, shown)
+        counts = advice.worker_counts(shown.search)
+        sized = [advice.of_sizes(name, plan, counts) for name, plan in plans.items()]
+        plans = {name: plan for one in sized for name, plan in one.items()}
+    if len(plans) > 1 or shown.search is not None:
+        known = [plan.durations for plan in plans.values()]
+        if shown.objective == "cost" and not all(d.worker_price or d.trainer_price for d in known):
+            raise UserError("--objective cost: there are no prices; expected --price CHIP=DOLLARS an hour")
+        return _show({"objective": shown.objective, "fleets": advice.ranked(plans, shown.objective)}, shown)
+    (plan,) = plans.values()
     found = _simulated(plan, shown)
     if shown.advice:
-        found["advice"] = result.advise(plan, found, rates.get("trainer", 0.0) + rates.get("controller", 0.0))
+        found["advice"] = advice.advise(plan, found, rates.get("trainer", 0.0) + rates.get("controller", 0.0))
     return _show(found, shown)
 
 
@@ -123,33 +143,54 @@ def _simulated(plan: SimulationPlan, shown: ShownOptions) -> dict[str, Any]:
     return found | {"durations": dataclasses.asdict(plan.durations)}
 
 
-def _plan(
+def _plans(
     experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], how: SimulateOptions
-) -> tuple[SimulationPlan, dict[str, float]]:
-    """Return the plan, and the rates of failures; refuses what does not fit before anything is simulated."""
+) -> tuple[dict[str, SimulationPlan], dict[str, float]]:
+    """Return the plan of each fleet by its text, and the rates of failures; refuses what does not fit first."""
     from rl.runtime.simulated.failures import read_traces, synthetic
-    from rl.runtime.simulated.lengths import read_lengths
-    from rl.runtime.simulated.simulation import SimulationPlan
+    from rl.runtime.simulated.sources.prices import check_prices, read_prices
     from tools.fleet import load_placed
 
-    placed = load_placed(experiment, sets, None, applied, how.fleet)
-    cfg = placed.cfg
+    if len(how.fleets) > 1 and how.durations != "compiled":
+        raise UserError("--fleet: several have durations of their own; expected --durations compiled, or one fleet")
+    if how.traces and how.rates:
+        raise UserError("--trace and --rate are both of failures; expected one of them")
+    prices, rates = read_prices(how.prices), dict(_rate(one) for one in how.rates)
+    placed = {text or "": load_placed(experiment, sets, None, applied, text) for text in how.fleets or (None,)}
+    check_prices([one.fleet for one in placed.values()], prices)
+    plans: dict[str, SimulationPlan] = {}
+    for text, one in placed.items():
+        _edit(one.cfg, how)
+        failures = synthetic(rates, how.hours, one.cfg.seed, back_s=how.back_s) if rates else []
+        if how.traces:
+            failures = read_traces(how.traces, one.cfg.workers, how.zones)
+        plans[text] = _plan(one, how, prices, failures)
+    return plans, rates
+
+
+def _edit(cfg: RLExperiment.Config, how: SimulateOptions) -> None:
     known = {"workers": how.workers, "staleness": how.staleness, "num_steps": how.updates}
     cfg.set(**{name: value for name, value in known.items() if value is not None})
     cfg.parameter_server.set(keep=max(cfg.parameter_server.keep, cfg.staleness + 2))
+
+
+def _plan(
+    placed: Placed[Any], how: SimulateOptions, prices: dict[str, float], failures: list[Failure]
+) -> SimulationPlan:
+    """Return the plan of a fleet."""
+    from rl.runtime.simulated.lengths import read_lengths
+    from rl.runtime.simulated.simulation import SimulationPlan
+    from rl.runtime.simulated.sources.prices import priced
+
+    cfg = placed.cfg
     lengths = read_lengths(
         how.lengths or f"fixed:{max(1, cfg.max_new_tokens // 2)}", cfg.max_new_tokens, cfg.seed, how.growth
     )
-    durations = _durations(how.durations, placed).changed(how.edits)
-    rates = dict(_rate(one) for one in how.rates)
-    if how.traces and rates:
-        raise UserError("--trace and --rate are both of failures; expected one of them")
-    failures = synthetic(rates, how.hours, cfg.seed, back_s=how.back_s) if rates else []
-    if how.traces:
-        failures = read_traces(how.traces, cfg.workers, how.zones)
+    durations = _durations(how.durations, placed)
+    durations = (priced(durations, placed.fleet, prices) if prices else durations).changed(how.edits)
     plan = SimulationPlan(cfg, durations, lengths, how.hours, failures)
     plan.check()
-    return plan, rates
+    return plan
 
 
 def _durations(source: str | None, placed: Placed[Any]) -> Durations:
@@ -195,7 +236,7 @@ def _show(found: dict[str, Any], shown: ShownOptions) -> None:
     if "fleets" in found:
         for row in found["fleets"]:
             click.echo(
-                f"{row['workers']:>6} workers: {row['updates_per_hour']:.1f} updates an hour, ${row['cost_per_update']:.3g} "
+                f"{row['fleet']}: {row['updates_per_hour']:.1f} updates an hour, ${row['cost_per_update']:.3g} "
                 f"an update. {row['bottleneck']}"
             )
         return

@@ -39,7 +39,9 @@ def command(run: Path | None, once: bool, serve: bool, port: int | None) -> None
     refresh: Callable[[], object] = (lambda: None) if url is None else partial(fetch_logs, url)
     folder = _newest() if run is None else run.expanduser() if url is None else fetch_logs(url)
     if not folder.exists() and not once and not serve and run is not None:
-        hint = did_you_mean(folder.name, [one.name for one in folder.parent.iterdir()] if folder.parent.is_dir() else [])
+        hint = did_you_mean(
+            folder.name, [one.name for one in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        )
         click.echo(printable(f"{folder}: no such directory yet; waiting for it{hint}"), err=True)
     elif not folder.is_dir() or any(folder.iterdir()):
         find_run(folder)  # refuses what is no run

@@ -32,7 +32,7 @@ class Buckets:
         """
         self._grouped = grouped
         self._steps, self._prefill_tokens = steps, prefill_tokens
-        self.all_rows = halvings(max_num_seqs, _LEAST_ROWS)  # rows of dispatches without drafts, the most first
+        self.all_rows = decode_rows(max_num_seqs)  # rows of dispatches without drafts, the most first
         self.few_rows = halvings(max_num_seqs, 1)  # rows of dispatches with drafts, the most first
         self.chunks = [c for c in (_LEAST_CHUNK << 2 * i for i in range(16)) if c <= prefill_tokens]
         widest = -(-longest // KEY_BLOCK) * KEY_BLOCK
@@ -90,6 +90,11 @@ class Buckets:
     def reach(self, sequence: Sequence) -> int:
         """Return the tokens of the sequence at the end of a dispatch."""
         return sequence.cached + min(self._steps, sequence.remaining)
+
+
+def decode_rows(max_num_seqs: int) -> list[int]:
+    """Return the rows of decoding dispatches without drafts, the most first."""
+    return halvings(max_num_seqs, _LEAST_ROWS)
 
 
 def bucket(size: int, buckets: Items[int]) -> int:

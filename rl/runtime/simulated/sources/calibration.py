@@ -16,11 +16,13 @@ from axlearn_like.run.metrics import read_rows
 from axlearn_like.run.scratch import scratch
 from mesh import UserError
 from rl.experiment import RLExperiment
+from rl.rollout.model_runner.shapes.buckets import bucket, decode_rows
 from rl.runtime.simulated.durations import Durations, calm_intervals, mean_of, measured, timed
 from rl.runtime.simulated.lengths import AnswerLengths, read_lengths
 from rl.runtime.simulated.simulation import SimulationPlan, simulate
 
 _ROUNDS = 8
+_CALLS = 3  # calls of the controller for a lease: for it, when its rollouts exist, and with them
 _UPDATES = 40  # updates of each simulation
 # Duration -> the events that it takes most of.
 _EVENTS = {"decode_step": "generate", "update": "update", "score": "score", "push": "push", "pull": "pull"}
@@ -47,6 +49,7 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
         period = mean_of(calm_intervals(rows))
     if not period:
         raise UserError(f"{run}: expected a run with updates to calibrate by")
+    found, known = _on_cores(rows, found, cfg)
     plan = SimulationPlan(cfg.clone(num_steps=_UPDATES, evaluation=None), found, lengths)
     for _ in range(_ROUNDS):
         with scratch("simulate") as folder:
@@ -55,11 +58,73 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
         changes = {
             name: getattr(found, name) * wanted[event] / took[event]
             for name, event in _EVENTS.items()
-            if wanted[event] and took[event]
+            if name not in known and wanted[event] and took[event]
         }
-        late = period - period_of(there.trainer_log.rows, _UPDATES // 3)
-        found = dataclasses.replace(found, **changes, update_rest=max(0.0, found.update_rest + late / 2))
+        if "update_rest" not in known:
+            late = period - period_of(there.trainer_log.rows, _UPDATES // 3)
+            changes["update_rest"] = max(0.0, found.update_rest + late / 2)
+        found = dataclasses.replace(found, **changes)
     return found
+
+
+def _on_cores(rows: Sequence[Mapping[str, Any]], found: Durations, cfg: Any) -> tuple[Durations, set[str]]:
+    """Return durations by the CPU seconds of processes, and their names; `cfg`: the experiment.
+
+    The CPU seconds of an event are the same whoever else computes. Undisturbed it takes that many, over the most
+    cores that one of its kind has used. What a process spends between two events takes one core. What grows with a
+    lease's rollouts is known if leases differ in size. Runs before CPU seconds were logged have none.
+    """
+    if not any(row.get("cpu") for row in rows):
+        return found, set()
+    known = {"update_cores": _cores(rows, "update"), "decode_cores": _cores(rows, "generate")}
+    updates, drawn = timed(rows, "update"), timed(rows, "generate")
+    known["update"] = mean_of([row["cpu_seconds"] for row in updates]) / known["update_cores"]
+    sizes, between = [row["rollouts"] for row in drawn], _between(rows, "generate")
+    tokens = sum(row["tokens"] for row in drawn) / sum(sizes)
+    dispatched = [bucket(size, decode_rows(cfg.engine.max_num_seqs)) for size in sizes]
+    fixed, each = _line(dispatched, [row["cpu_seconds"] / tokens / known["decode_cores"] for row in drawn])
+    known |= {"decode_step": fixed, "decode_row": each}
+    fixed, each = _line([size for size, _ in between], [seconds for _, seconds in between])
+    known |= {"call": fixed / _CALLS, "lease": each * cfg.samples_per_prompt / known["decode_cores"]}
+    known["update_rest"] = max(0.0, mean_of([seconds for _, seconds in _between(rows, "update")]) - found.push)
+    consumed = timed([{**row, "seconds": 0.0} for row in rows], "consumed")
+    if len(consumed) > 1:
+        spent = consumed[-1]["cpu"] - consumed[0]["cpu"]
+        known["rollout_rest"] = max(0.0, spent) / (len(consumed) - 1) * len(updates) / max(sum(sizes), 1)
+    return dataclasses.replace(found, **known), {*known}
+
+
+def _cores(rows: Sequence[Mapping[str, Any]], event: str) -> float:
+    """Return the most cores that an event of a kind has used, but for the very short ones."""
+    spent = timed(rows, event)
+    mean = mean_of([row["seconds"] for row in spent])
+    return max(row["cpu_seconds"] / row["seconds"] for row in spent if row["seconds"] > mean / 4)
+
+
+def _between(rows: Sequence[Mapping[str, Any]], event: str) -> list[tuple[float, float]]:
+    """Return the CPU seconds of a process from one event of a kind to the next, each with the rollouts of the first.
+
+    Those of other events between them are not in it.
+    """
+    ends, since, found = dict[str, tuple[float, float]](), dict[str, float](), list[tuple[float, float]]()
+    for row in (row for row in rows if "cpu_seconds" in row):
+        role = row["role"]
+        since[role] = since.get(role, 0.0) + row["cpu_seconds"]
+        if row["event"] == event:
+            if role in ends and (seconds := row["cpu"] - ends[role][1] - since[role]) >= 0:
+                found.append((ends[role][0], seconds))
+            ends[role], since[role] = (row.get("rollouts", 1), row["cpu"]), 0.0
+    return found[len(found) // 3 :]
+
+
+def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Return what is the same for each size, and what each unit of size adds; all the same if sizes do not differ."""
+    groups = {size: mean_of([y for x, y in zip(sizes, seconds, strict=True) if x == size]) for size in set(sizes)}
+    if len(groups) < 2:
+        return max(groups.values(), default=0.0), 0.0
+    low, high = min(groups), max(groups)
+    each = max(0.0, (groups[high] - groups[low]) / (high - low))
+    return max(0.0, groups[low] - each * low), each
 
 
 def period_of(rows: Sequence[Mapping[str, Any]], first: int) -> float:

@@ -9,11 +9,12 @@ import pytest
 
 from axlearn_like.run.events import EventLog
 from mesh import UserError
+from rl.runtime.simulated.advice import worker_counts
 from rl.runtime.simulated.durations import Durations, measured, read_durations
 from rl.runtime.simulated.failures import Failure, Faults, read_trace, read_traces, synthetic
 from rl.runtime.simulated.lengths import read_lengths
 from rl.runtime.simulated.recorded import write_rows
-from rl.runtime.simulated.result import bottleneck, measured_ettr, worker_counts
+from rl.runtime.simulated.result import bottleneck, measured_ettr
 
 
 def test_durations_come_from_toml_json_and_edits(tmp_path: Path):
