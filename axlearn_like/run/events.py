@@ -45,7 +45,7 @@ class EventLog:
 def span(events: EventLog, role: str, event: str, **fields: Any) -> Iterator[dict[str, Any]]:
     """Time a block and log it with its `seconds` when it ends well; the yielded dict takes further fields.
 
-    `cpu_seconds` are those of the whole process meanwhile, `cpu` those since its start.
+    `cpu_seconds` are those that the whole process used in it, `cpu` those since its start.
     """
     began = events.clock(), events.clock.cpu()
     yield fields

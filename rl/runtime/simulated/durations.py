@@ -28,7 +28,8 @@ class Durations:
     lease: float = 0.0  # seconds of a lease beside its steps: submission, programs' launches
     update: float = 1.0  # seconds of an update
     update_token: float = 0.0  # seconds more for each token of its rollouts
-    # Seconds of the controller's core for a rollout, for which nobody waits; counted where all roles share cores
+    # Seconds of a core for a rollout, of the controller and of other processes, for which nobody waits; counted where
+    # all roles share cores
     rollout_rest: float = 0.0
     update_rest: float = 0.0  # seconds of the trainer's host between two updates
     score: float = 0.0  # seconds of a verifier process for an answer

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,10 +17,9 @@ from rl.runtime.simulated.lengths import AnswerLengths, read_lengths
 from rl.runtime.simulated.simulation import Simulation, SimulationPlan, simulate
 from rl.runtime.simulated.sources.calibration import calibrated
 from tests.benches.recovery.run import WatchedRun
-from tests.benches.simulate.job import job
+from tests.benches.simulate.job import evaluated_job, job
 from tools.bench.harness.interleave import Say
 
-JOB = "tests.benches.simulate.job:job"
 STEPS, FIRST = 132, 12  # updates of a run, and those that are not counted: they compile
 _PATIENCE_S = 240.0
 
@@ -33,18 +32,24 @@ class Setting:
     staleness: int
     kill: str = ""
     prompts: int = 2  # prompts of a lease; a batch has 8
+    evaluated: bool = False  # three problems are evaluated every eight updates: in leases of two and of one
 
     @property
     def name(self) -> str:
         """The setting in words."""
         parts = [f"{self.workers} workers", f"staleness {self.staleness}"]
         leases = [] if self.prompts == 2 else [f"leases of {self.prompts}"]
-        return ", ".join(parts + leases + [f"{self.kill} killed"] * bool(self.kill))
+        return ", ".join(parts + leases + ["evaluated"] * self.evaluated + [f"{self.kill} killed"] * bool(self.kill))
 
     def config(self) -> RLExperiment.Config:
         """Return the experiment."""
-        cfg = job(steps=STEPS).set(workers=self.workers, staleness=self.staleness)
+        cfg = self.job(steps=STEPS).set(workers=self.workers, staleness=self.staleness)
         return cfg.set(groups_per_lease=self.prompts)
+
+    @property
+    def job(self) -> Callable[..., RLExperiment.Config]:
+        """The function of the experiment."""
+        return evaluated_job if self.evaluated else job
 
     def words(self) -> list[str]:
         """Return the options of `axl rl`."""
@@ -54,7 +59,7 @@ class Setting:
         return [word for name, value in edits.items() for word in ("--set", f"{name}={value}")]
 
 
-MEASURED = Setting(2, 1, prompts=3)  # leases of 3, 3 and 2 prompts: what grows with their size can be told
+MEASURED = Setting(2, 1, evaluated=True)  # leases of two sizes: what grows with their size can be told
 PREDICTED = (
     *(Setting(1, 0), Setting(1, 1), Setting(2, 0), Setting(2, 2), Setting(3, 1)),
     *(Setting(2, 1), Setting(2, 1, prompts=8), Setting(2, 1, "worker-0"), Setting(1, 1, "trainer")),
@@ -94,7 +99,7 @@ def scored(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def _run(setting: Setting, folder: Path, say: Say) -> Path:
     """Make a real run; returns its directory."""
-    with WatchedRun(folder, JOB, setting.words()) as watched:
+    with WatchedRun(folder, f"{job.__module__}:{setting.job.__name__}", setting.words()) as watched:
         watched.start()
         if setting.kill:
             watched.wait_for("the kill", lambda: watched.step >= _kill_step(), _PATIENCE_S)

@@ -1,8 +1,8 @@
 """Durations of a run whose roles shared the cores of one host: those with which its simulation takes as long as it did.
 
-An event's seconds have the waits for others' cores in them, so they are no durations. The run itself is simulated, and
-each duration is scaled by what its events took over what they take there, until they agree. The seconds
-between updates that no event explains are the trainer's host's.
+An event's seconds have the waits for others' cores in them, so they are no durations. CPU seconds have not, so what the
+log has of them is taken as it is. The run itself is simulated, and each other duration is scaled by what its events took
+over what they take there, until they agree. The time of an update that nothing explains is other processes' work.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
     if not period:
         raise UserError(f"{run}: expected a run with updates to calibrate by")
     found, known = _on_cores(rows, found, cfg)
-    plan = SimulationPlan(cfg.clone(num_steps=_UPDATES, evaluation=None), found, lengths)
+    plan = SimulationPlan(cfg.clone(num_steps=_UPDATES, evaluation=None, evaluate_every=None), found, lengths)
     for _ in range(_ROUNDS):
         with scratch("simulate") as folder:
             there = simulate(dataclasses.replace(plan, durations=found), folder / "run")
@@ -60,9 +60,12 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
             for name, event in _EVENTS.items()
             if name not in known and wanted[event] and took[event]
         }
+        late = period - period_of(there.trainer_log.rows, _UPDATES // 3)
         if "update_rest" not in known:
-            late = period - period_of(there.trainer_log.rows, _UPDATES // 3)
             changes["update_rest"] = max(0.0, found.update_rest + late / 2)
+        else:  # other processes of the host, and what it costs to share cores
+            more = late * cores / 2 / (cfg.prompts_per_step * cfg.samples_per_prompt)
+            changes["rollout_rest"] = max(0.0, found.rollout_rest + more)
         found = dataclasses.replace(found, **changes)
     return found
 
@@ -70,7 +73,7 @@ def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: Answe
 def _on_cores(rows: Sequence[Mapping[str, Any]], found: Durations, cfg: Any) -> tuple[Durations, set[str]]:
     """Return durations by the CPU seconds of processes, and their names; `cfg`: the experiment.
 
-    The CPU seconds of an event are the same whoever else computes. Undisturbed it takes that many, over the most
+    The CPU seconds of an event do not depend on what else computes. Undisturbed it takes that many, over the most
     cores that one of its kind has used. What a process spends between two events takes one core. What grows with a
     lease's rollouts is known if leases differ in size. Runs before CPU seconds were logged have none.
     """
@@ -78,8 +81,9 @@ def _on_cores(rows: Sequence[Mapping[str, Any]], found: Durations, cfg: Any) -> 
         return found, set()
     known = {"update_cores": _cores(rows, "update"), "decode_cores": _cores(rows, "generate")}
     updates, drawn = timed(rows, "update"), timed(rows, "generate")
+    drawn += timed(rows, "evaluate")
     known["update"] = mean_of([row["cpu_seconds"] for row in updates]) / known["update_cores"]
-    sizes, between = [row["rollouts"] for row in drawn], _between(rows, "generate")
+    sizes, between = [row["rollouts"] for row in drawn], _between(rows, "generate", "evaluate")
     tokens = sum(row["tokens"] for row in drawn) / sum(sizes)
     dispatched = [bucket(size, decode_rows(cfg.engine.max_num_seqs)) for size in sizes]
     fixed, each = _line(dispatched, [row["cpu_seconds"] / tokens / known["decode_cores"] for row in drawn])
@@ -101,8 +105,8 @@ def _cores(rows: Sequence[Mapping[str, Any]], event: str) -> float:
     return max(row["cpu_seconds"] / row["seconds"] for row in spent if row["seconds"] > mean / 4)
 
 
-def _between(rows: Sequence[Mapping[str, Any]], event: str) -> list[tuple[float, float]]:
-    """Return the CPU seconds of a process from one event of a kind to the next, each with the rollouts of the first.
+def _between(rows: Sequence[Mapping[str, Any]], *events: str) -> list[tuple[float, float]]:
+    """Return the CPU seconds of a process between events of these kinds, each with the rollouts of the first.
 
     Those of other events between them are not in it.
     """
@@ -110,7 +114,7 @@ def _between(rows: Sequence[Mapping[str, Any]], event: str) -> list[tuple[float,
     for row in (row for row in rows if "cpu_seconds" in row):
         role = row["role"]
         since[role] = since.get(role, 0.0) + row["cpu_seconds"]
-        if row["event"] == event:
+        if row["event"] in events:
             if role in ends and (seconds := row["cpu"] - ends[role][1] - since[role]) >= 0:
                 found.append((ends[role][0], seconds))
             ends[role], since[role] = (row.get("rollouts", 1), row["cpu"]), 0.0

