@@ -203,7 +203,7 @@ def _write(path: Path, content: bytes | None) -> None:
         replace_file(path, content)
 
 
-_POLICIES = re.compile(r"^polic(?:ies|y_shares|y_quotas)\b.*\n?", re.MULTILINE)  # fields of a run with several
+_POLICIES = re.compile(r"^polic(?:ies|y_shares|y_quotas|y_slots)\b.*\n?", re.MULTILINE)  # fields of a run with several
 _SEVERAL = re.compile(r"^policies: (?!\{\}$)", re.MULTILINE)
 _NUM_STEPS = re.compile(r"^num_steps: (\d+)$", re.MULTILINE)
 

@@ -77,6 +77,12 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def extend(self, steps: int) -> None:
+        """Show so many more steps in all."""
+        self._total += steps
+        if self._bar is not None:
+            self._bar.update(self._task, total=self._total)
+
     def update(self, step: int, *, loss: float | None = None, tokens: float = 0.0, note: str = "") -> None:
         """Show `step` of the total. `tokens`: processed since the last call."""
         self._tokens += tokens

@@ -85,6 +85,7 @@ class Controller(Configurable):
         tokenizer = cast(Tokenizer, cfg.tokenizer.build())
         self._plan = Plan(cfg, tokenizer, skipped, None if evaluations is None else evaluations.prepare)
         self._ledger = Ledger(cfg.prompts_per_step // cfg.groups_per_lease, next_lease=first_lease)
+        self.number = first_lease // LEASES_PER_POLICY  # number of its policy among several
         restarted = first_lease % LEASES_PER_POLICY > 0
         self._audits, self._taken = audits or Audits.off(), -1  # the last step that the trainer has got
         self._leasing = Leasing(cfg, self._plan, self._ledger, evaluations, self._audits, restarted=restarted)

@@ -61,6 +61,7 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
     policies: dict[str, dict[str, Any]] = {}
     policy_shares: dict[str, float] = {}  # tokens of each policy, relative to the others' 1
     policy_quotas: dict[str, dict[str, float]] = {}  # most "tokens_per_second" and "tokens_in_flight" of a policy
+    policy_slots: int | None = None  # adapters that train at a time, with those that join; None: as many as begin
 
     start_from: StartFrom.Config | None = None  # parameters of another run, such as one of `axl train`
     warm_start: Trainer.Config | None = None  # supervised fine-tuning first; None: RL at once

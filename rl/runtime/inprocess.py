@@ -20,6 +20,7 @@ from rl.fleet.devices import HERE
 from rl.fleet.fleet import reference_devices
 from rl.parameter_server.client import connect_local
 from rl.runtime.policies.roles import PolicyRoles
+from rl.runtime.policies.runs import ByPolicy
 from rl.training.spec import TrainerServices
 from rl.training.warm_start import open_warm_start, run_warm_start
 
@@ -107,11 +108,10 @@ def local_roles(
     if experiment.cfg.policies:
         roles = PolicyRoles(experiment, run)
         controllers, servers = roles.make_controller(), roles.make_parameter_server()
-        weights = {name: connect_local(servers.of(name)) for name in roles.names}
+        weights = ByPolicy(roles.names, lambda name: connect_local(servers.of(name)))
         with roles.make_verifier() as verifiers:
-            trainer = roles.make_trainer(controllers, {name: controllers.of(name) for name in roles.names}, weights)
-            scored = {name: verifiers.of(name) for name in roles.names}
-            yield trainer, roles.make_worker("worker-0", controllers, weights, scored)
+            trainer = roles.make_trainer(controllers, controllers.of, weights)
+            yield trainer, roles.make_worker("worker-0", controllers, weights, ByPolicy(roles.names, verifiers.of))
         return
     controller = experiment.make_controller(run)
     weights = connect_local(experiment.make_parameter_server())

@@ -18,34 +18,52 @@ _NAMED = 3  # policies named in a line of progress
 class PolicyPhases:
     """The phases of each policy, recorded in its own run directory; alarms and answers are shown with its name."""
 
-    def __init__(self, parts: Sequence[PolicyRun], say: Callable[[str], None], *, starting: str, progress: bool):
+    def __init__(
+        self,
+        parts: Sequence[PolicyRun],
+        say: Callable[[str], None],
+        *,
+        starting: str,
+        progress: bool,
+        joined: Callable[[], Sequence[PolicyRun]] = list,
+    ):
         """Find out where each policy stands.
 
         Args:
             parts: policies, their run directories open.
             starting: what the first line adds.
+            joined: returns the policies that have joined since its last call, their directories open.
         """
-        self._parts, self._say, self._stack = list(parts), say, ExitStack()
-        self._rows = {part.name: JsonlTail(part.run.metrics_path) for part in parts}
-        self._steps = {part.name: latest_step(part.run.checkpoints / "rl") or 0 for part in parts}
+        self._say, self._joined, self._stack = say, joined, ExitStack()
+        self._rows: dict[str, JsonlTail] = {}
+        self._steps: dict[str, int] = {}
         self._rewards: dict[str, float] = {}
-        self._phases = {
-            part.name: Phases(
-                *(part.experiment.cfg, part.run, EventLog(part.run.events_path), partial(self._say_of, part.name)),
-                start=self._steps[part.name],
-                starting="",
-                progress=False,
-                announce=False,
-            )
-            for part in parts
-        }
+        self._phases: dict[str, Phases] = {}
+        for part in parts:
+            self._add(part)
         updates = sum(part.experiment.cfg.num_steps for part in parts)
         say(f"reinforcement learning of {len(parts)} policies: {updates} updates in all{starting}")
         start = sum(self._steps.values())
         self._progress = Progress(updates, start=start, title="rl") if progress else None
 
+    def _add(self, part: PolicyRun) -> Phases:
+        self._rows[part.name] = JsonlTail(part.run.metrics_path)
+        self._steps[part.name] = latest_step(part.run.checkpoints / "rl") or 0
+        self._phases[part.name] = Phases(
+            *(part.experiment.cfg, part.run, EventLog(part.run.events_path), partial(self._say_of, part.name)),
+            start=self._steps[part.name],
+            starting="",
+            progress=False,
+            announce=False,
+        )
+        return self._phases[part.name]
+
     def update(self, _: int) -> None:
-        """Look again at what the policies have written."""
+        """Look again at what the policies have written, and for those that have joined."""
+        for part in self._joined():
+            self._stack.enter_context(self._add(part))
+            if self._progress is not None:
+                self._progress.extend(part.experiment.cfg.num_steps)
         changed = False
         for name, tail in self._rows.items():
             for row in tail.new_rows():

@@ -106,7 +106,7 @@ class RoleBuilder:
             return roles.make_controller()
         services = self.connected(experiment)
         if self.kind == "trainer":
-            return roles.make_trainer(services.controller, services.controllers, services.weights)
+            return roles.make_trainer(services.controller, services.controller.of, services.weights)
         self._check_devices()
         began = psutil.Process().create_time()
         return roles.make_worker(self.name, services.controller, services.weights, services.verifiers, began)

@@ -32,9 +32,9 @@ from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
 from rl.runtime.inprocess import DeviceSplit, run_inprocess
 from rl.runtime.phases import Phases
+from rl.runtime.policies.changes import failures, stopped_policies, with_joined
 from rl.runtime.policies.configs import check_policies, policy_configs
-from rl.runtime.policies.controllers import failures
-from rl.runtime.policies.runs import PolicyRun, open_policy_runs
+from rl.runtime.policies.runs import OpenRuns, PolicyRun, open_policy_runs
 from rl.runtime.policy_phases import PolicyPhases
 from rl.runtime.simulated.failures import Failure, Faults
 from rl.tasks.rows.unchanged import check_unchanged
@@ -49,7 +49,7 @@ class RLRun:
 
     def __init__(self, experiment: RLExperiment, *, say: Say = print):
         self._experiment, self._cfg, self._say = experiment, experiment.cfg, say
-        self._parts: list[PolicyRun] = []  # policies, while the run directory is open
+        self._opened: OpenRuns | None = None  # policies, while the run directory is open
         self._checked: Runtime | None = None
         self._stop: Callable[[], bool] = lambda: False
         self._said_stopping = False
@@ -68,6 +68,8 @@ class RLRun:
                 "run directory, too, and only the driver's machine copies its files to a bucket; expected one on a "
                 "common disk, such as the bucket mounted by gcsfuse (axl launch --storage gs://BUCKET/FOLDER mounts it)"
             )
+        if run_dir is not None:
+            self._take_joined(run_dir)
         devices = self._devices() if runtime == "ray" else DeviceSplit.of(self._cfg).trainer
         if run_dir is not None and self._has_begun(run_dir):
             self._experiment.trainer_cfg.check(devices)
@@ -84,6 +86,12 @@ class RLRun:
 
             check_machine(self._cfg)
         self._checked = runtime
+
+    def _take_joined(self, run_dir: str | Path) -> None:
+        """Take the policies that have joined the run in a directory among those of the experiment."""
+        cfg = with_joined(self._cfg, RunDirectory.attach(run_dir))
+        if cfg is not self._cfg:
+            self._experiment, self._cfg = cfg.build(), cfg
 
     def _has_begun(self, run_dir: str | Path) -> bool:
         """Return True if a run directory has a checkpoint by this config."""
@@ -131,6 +139,7 @@ class RLRun:
         kill_at = None if kill_worker_after is None else self._update_of_kill(kill_worker_after, runtime)
         faults = Faults(kill_at, list(trace))
         faults.check(self._cfg.workers)
+        self._take_joined(run_dir)
         if self._checked != runtime:
             self.check(runtime, run_dir)
         text = to_text(self._cfg)
@@ -139,25 +148,52 @@ class RLRun:
         self._stop = stop
         with (
             RunDirectory.open(run_dir, text, force=force) as run,
-            open_policy_runs(self._experiment, run) as self._parts,
+            open_policy_runs(self._experiment, run) as self._opened,
             _full_disk(run),
             graceful_stop() as signals,
         ):
             for part in self._parts:
-                replace_file(part.run.resolved_config_path, to_text(part.experiment.resolved()))
-                check_unchanged(part.run.path, part.experiment.data_digests(), force=force)
+                self._record(part, force)
             self._say(f"run directory: {run.where}")
             self._stop = lambda: stop() or run.is_cut_off()
-            if self._are_done() and not run.forced:  # roles refuse another model's checkpoint
+            if self._are_done(but=self._stopped(run)) and not run.forced:  # roles refuse another model's checkpoint
                 self._verify_done()
             else:
                 self._run_roles(run, signals, runtime, faults, progress)
             failed = failures(run) if self._cfg.policies else {}
-            if not self._are_done(but=failed):
+            if not self._are_done(but=failed.keys() | self._stopped(run)):
                 why = signals.reason or "request"
                 self._say(f"stopped by {why}; the same command resumes the run: {run.path}")
                 return None
             return self._summarise(run, failed)
+
+    @property
+    def _parts(self) -> list[PolicyRun]:
+        return [] if self._opened is None else self._opened.parts
+
+    def _record(self, part: PolicyRun, force: bool) -> None:
+        """Write what a policy's config resolves to, and refuse other data than it had (UserError)."""
+        replace_file(part.run.resolved_config_path, to_text(part.experiment.resolved()))
+        check_unchanged(part.run.path, part.experiment.data_digests(), force=force)
+
+    def _joined(self) -> list[PolicyRun]:
+        """Open the directories of policies that have joined since the last look; one that cannot be is named."""
+        assert self._opened is not None
+        found = []
+        for part in self._opened.new():
+            try:
+                opened = self._opened.open(part)
+                self._record(opened, False)
+            except UserError as error:
+                self._say(f"policy {part.name} cannot join: {error}")
+            else:
+                self._opened.parts.append(opened)
+                self._say(f"policy {part.name} joins")
+                found.append(opened)
+        return found
+
+    def _stopped(self, run: RunDirectory) -> frozenset[str]:
+        return stopped_policies(run) if self._cfg.policies else frozenset()
 
     def _are_done(self, but: Collection[str] = ()) -> bool:
         return all(self._is_done(part) for part in self._parts if part.name not in but)
@@ -198,7 +234,7 @@ class RLRun:
         start, starting = latest_step(run.checkpoints / "rl") or 0, "; starting Ray and the roles"
         shown: dict[str, Any] = {"starting": starting if runtime == "ray" else "", "progress": progress}
         if self._cfg.policies:
-            all_phases: Any = PolicyPhases(self._parts, self._say, **shown)
+            all_phases: Any = PolicyPhases(self._parts, self._say, **shown, joined=self._joined)
         else:
             all_phases = Phases(self._cfg, run, EventLog(run.events_path), self._say, start=start, **shown)
         with all_phases as phases:
@@ -214,12 +250,14 @@ class RLRun:
     def _summarise(self, run: RunDirectory, failed: Mapping[str, str]) -> dict[str, Any]:
         """Write report.json of each policy that is done; returns the report, or those of several policies by name."""
         reports = {}
-        for part in (part for part in self._parts if part.name not in failed):
+        stopped = self._stopped(run)
+        for part in (part for part in self._parts if part.name not in failed and part.name not in stopped):
             reports[part.name] = summarise_run(part.run, name=part.run.path.name, seed=part.experiment.cfg.seed)
             replace_file(part.run.path / "report.json", json.dumps(reports[part.name], indent=2) + "\n")
         if not self._cfg.policies:
             return reports[""]
-        report = {"name": run.path.name, "seed": self._cfg.seed, "policies": reports, "failed": dict(failed)}
+        told = {"failed": dict(failed), "stopped": sorted(stopped)}
+        report = {"name": run.path.name, "seed": self._cfg.seed, "policies": reports, **told}
         replace_file(run.path / "report.json", json.dumps(report, indent=2) + "\n")
         return report
 

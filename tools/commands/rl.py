@@ -16,6 +16,7 @@ from experiments.start.options import StartOptions
 from mesh.errors import UserError, printable
 from mesh.files.bucket import Bucket, bucket_url
 from tools.commands import options_as
+from tools.commands.rl_policies import add, resume, stop
 from tools.experiment import LocalPath, default_run_dir, experiment_options, warn_of_idle_accelerator
 from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
 
@@ -108,24 +109,26 @@ def sweep(over: tuple[str, ...], run: RunOptions, start: StartOptions, how: RLOp
     _run(run, start, how, over)
 
 
-class _WithSweep(click.Command):
-    """`axl rl EXPERIMENT`, and `axl rl sweep EXPERIMENT`, which is a command of its own."""
+class _WithOthers(click.Command):
+    """`axl rl EXPERIMENT`, and commands of their own behind `axl rl`."""
 
-    commands: ClassVar[dict[str, click.Command]] = {"sweep": sweep}
+    commands: ClassVar[dict[str, click.Command]] = {"sweep": sweep, "add": add, "stop": stop, "resume": resume}
 
     @override
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        if args[:1] == ["sweep"]:
-            return sweep.make_context(f"{info_name} sweep", args[1:], parent, **extra)
+        if args and (other := self.commands.get(args[0])) is not None:
+            return other.make_context(f"{info_name} {args[0]}", args[1:], parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command("rl", cls=_WithSweep)
+@click.command("rl", cls=_WithOthers)
 @rl_options
 def command(run: RunOptions, start: StartOptions, how: RLOptions) -> None:
     """Improve the policy of EXPERIMENT by reinforcement learning; `axl rl sweep --help`: several policies at once.
+
+    axl rl add, stop and resume RUN NAME: one of several policies, while the others go on.
 
     EXPERIMENT is a name, FILE.py:FUNCTION, or a YAML file of these options; --model and --data stand for it, and what
     is derived from them is printed first. Ctrl-C or SIGTERM saves and stops all roles; the same command resumes.
@@ -244,7 +247,7 @@ def _show_ettr(directory: Path, trace: list[Failure]) -> None:
 def _failed(directory: Path) -> bool:
     """Name the policies that have failed since the command began; returns True if there are any."""
     from axlearn_like.run.directory import RunDirectory
-    from rl.runtime.policies.controllers import failures
+    from rl.runtime.policies.changes import failures
 
     found = failures(RunDirectory.attach(directory))
     for name, why in found.items():

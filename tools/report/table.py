@@ -25,6 +25,7 @@ from tools.report.words import (
     throughput,
 )
 
+_STOPPED = ", stopped"
 _RECENT = 20  # updates
 
 
@@ -69,7 +70,7 @@ def score_sheet(run: Run) -> Sheet:
 
 def policy_sheet(run: Run) -> Sheet:
     """Return a table of the policies of a run that trains several: updates, reward, held-out problems, tokens."""
-    failed = {str(row.get("policy")): str(row.get("why")) for row in _since_begun(run) if "why" in row}
+    ended = _ended(run)
     rows = []
     for policy in run.policies:
         reward = [value for _, value in policy.series("rl", "reward")]
@@ -81,7 +82,7 @@ def policy_sheet(run: Run) -> Sheet:
         rows.append(
             (
                 policy.path.name,
-                f"{updates}, failed: {failed[policy.path.name]}" if policy.path.name in failed else updates,
+                updates + ended.get(policy.path.name, ""),
                 plain(reward[0] if reward else None),
                 plain(mean),
                 " → ".join(ends) or MISSING,
@@ -92,10 +93,23 @@ def policy_sheet(run: Run) -> Sheet:
     return Sheet(f"{len(rows)} policies, each a run in {run.path}/policies", heads, rows, numeric=(2, 3, 5))
 
 
-def _since_begun(run: Run) -> list[Row]:
-    """Return the events since the run was last begun or resumed."""
-    begun = max((n for n, row in enumerate(run.events) if row.get("event") == "session"), default=0)
-    return [row for row in run.events[begun:] if row.get("event") == "policy_failed"]
+def _ended(run: Run) -> dict[str, str]:
+    """Return how policies have ended that were stopped, or have failed since they or the run were last begun."""
+    found: dict[str, str] = {}
+    for row in run.events:
+        name = str(row.get("policy"))
+        match row.get("event"):
+            case "session":
+                found = {name: how for name, how in found.items() if how == _STOPPED}
+            case "policy_failed":
+                found[name] = f", failed: {row.get('why')}"
+            case "policy_stopped":
+                found[name] = _STOPPED
+            case "policy_admitted":
+                found.pop(name, None)
+            case _:
+                pass
+    return found
 
 
 def kill_sheet(run: Run) -> Sheet:

@@ -73,6 +73,8 @@ def _state(run: Run, rl: bool, seen: float | None, now: float) -> tuple[State, s
     ends = [row for row in run.events if row.get("event") in ("train_begin", "train_end")]
     reason = str(ends[-1].get("reason")) if ends and ends[-1]["event"] == "train_end" else ""
     if holder is not None and holder.alive is not False:
+        if reason == "stop requested" and run.path.parent.name == "policies":  # others of its run go on
+            return "stopped", f"by {reason}"
         who = f"process {holder.pid}" + ("" if holder.alive else f" on {holder.host}")
         silence = 0.0 if seen is None else now - seen
         if holder.alive is None and silence > _SILENT:

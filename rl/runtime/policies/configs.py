@@ -1,6 +1,5 @@
 """Configs of an experiment's policies: its own config with the edits of each, and what they may not change."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,16 +16,16 @@ from mesh import UserError
 from rl.controller.fair_share import Quota, check_shares, read_quotas
 from rl.experiment import RLExperiment, Runtime
 from rl.runtime.policies.adapters import are_adapters
+from rl.runtime.policies.changes import NAME
 from rl.runtime.policies.role_configs import check_roles, players_by_policy
 
 MOST_POLICIES = 256
 _LORA = "lora/"  # folder of factors among the parameters of a layer
 _ADD_LORA = "--apply low_rank makes a policy of LoRA layers, and freezes the others"
-_NAME = re.compile(r"[a-z0-9][a-z0-9._=+-]{0,99}")
 # Fields of what all policies share: engine, fleet, and the settings of their processes.
 _SHARED = frozenset(
     """tokenizer max_prompt_tokens max_new_tokens stop_at_eos engine fleet mesh_rules workers parameter_server timeouts
-    swap warm_start policies policy_shares policy_quotas""".split()
+    swap warm_start policies policy_shares policy_quotas policy_slots""".split()
 )
 
 
@@ -93,13 +92,20 @@ def _check_names(cfg: RLExperiment.Config) -> None:
     if len(names) > MOST_POLICIES:
         raise ConfigError(f"policies: there are {len(names)}; expected {MOST_POLICIES} or fewer", "policies")
     for name in names:
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ConfigError(
                 f"{_place(name)}: expected a name of a-z, 0-9, and ._=+- behind the first, up to 100 of them",
                 "policies",
             )
+    fits = cfg.policy_slots is None or 1 <= cfg.policy_slots <= MOST_POLICIES
+    cfg.require("policy_slots", fits, f"1 to {MOST_POLICIES}, or None: as many as begin")
     check_shares("policy_shares", cfg.policy_shares, names, "policy")
     quotas_of(cfg)
+
+
+def slots_of(cfg: RLExperiment.Config) -> int:
+    """Return how many policies there is room for at a time, those included that join while others train."""
+    return max(cfg.policy_slots or 0, len(cfg.policies))
 
 
 def quotas_of(cfg: RLExperiment.Config) -> dict[str, Quota]:
@@ -114,7 +120,7 @@ def _place(name: str) -> str:
 def _edited(cfg: RLExperiment.Config, name: str, edits: dict[str, Any]) -> RLExperiment.Config:
     """Return a copy of the experiment's config with the edits of one policy."""
     where, shared = _place(name), _SHARED | ({"start_from"} if are_adapters(cfg.policy) else set[str]())
-    own = label(cfg.clone(policies={}, policy_shares={}, policy_quotas={}), where)
+    own = label(cfg.clone(policies={}, policy_shares={}, policy_quotas={}, policy_slots=None), where)
     for path, value in edits.items():
         field = str(split_path(path)[0])
         if field in shared:

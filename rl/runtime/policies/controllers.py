@@ -3,22 +3,24 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import read_rows
-from mesh import UserError, did_you_mean
+from mesh import UserError
 from rl.controller.controller import PROMPTS_WAIT, Controller
 from rl.controller.fair_share import FairShare
 from rl.controller.leasing import LEASES_PER_POLICY
 from rl.protocol.messages import Group, Lease, Rollout, Seat
 from rl.protocol.players import Player, played_together, seats_of
 from rl.protocol.timeouts import Waits
+from rl.runtime.policies.changes import TakenChanges
+from rl.runtime.policies.runs import role_of
 
 _SLICE = 1.0  # seconds of a wait, after which leases may have expired
 _PROMPTS_SLICE = 0.2  # seconds for which the prompts of one policy are awaited, before others are asked again
+
+Make = Callable[[str, Collection[int]], Controller]  # from a policy, and the numbers of the others
 
 
 class Controllers:
@@ -26,7 +28,7 @@ class Controllers:
 
     What a policy gets is what its own controller grants, in its order: shares decide only whose work is next. The id of
     a lease says whose it is: the controller of policy number n grants ids from n * LEASES_PER_POLICY. A policy that
-    fails gets nothing more, and the others go on.
+    fails or is stopped gets nothing more, and the others go on.
     """
 
     def __init__(
@@ -36,21 +38,28 @@ class Controllers:
         events: EventLog | None = None,
         failed: Mapping[str, str] | None = None,
         players: Mapping[str, Mapping[str, Player]] | None = None,
+        *,
+        make: Make | None = None,
+        taken: TakenChanges | None = None,
     ):
         """Put controllers together.
 
         Args:
-            controllers: by policy, in the order of their numbers (`RLExperiment.make_controller`).
+            controllers: by policy (`RLExperiment.make_controller`).
             share: shares of the policies.
             events: events of the fleet.
             failed: policies that have failed before, and why (`failures`).
             players: players of the roles of each policy's episodes; None: there are no roles.
+            make: makes the controller of a policy that joins or resumes; None: none does.
+            taken: changes of policies that were taken up before; None: none were.
         """
+        self._make, self._taken = make, taken or TakenChanges()
+        self._admitting = threading.Lock()
         self._players = {name: found for name, found in (players or {}).items() if found}
         self._together = played_together(self._players)
         self._granting = threading.Lock()  # leases of the same episodes are granted to one worker
         self._controllers, self._share, self._events = dict(controllers), share, events
-        self._names = list(self._controllers)
+        self._names = {each.number: name for name, each in self._controllers.items()}
         self._changed = threading.Condition()
         self._changes = 0
         self._failed: dict[str, str] = {}
@@ -60,6 +69,7 @@ class Controllers:
             controller.on_change = self._wake
             if name in (failed or {}):
                 self._failed[name] = (failed or {})[name]
+            if name in self._failed or self._taken.is_stopped(name):
                 controller.stop()
 
     def of(self, policy: str) -> Controller:
@@ -142,7 +152,8 @@ class Controllers:
         `stopped`: every policy has been stopped, or has failed.
         """
         found = {name: controller.status() for name, controller in self._controllers.items()}
-        counts = [name for name, value in found[self._names[0]].items() if type(value) is int and name != "version"]
+        first = next(iter(found.values()))
+        counts = [name for name, value in first.items() if type(value) is int and name != "version"]
         return {
             **{name: sum(status[name] for status in found.values()) for name in counts},
             "workers": sorted({worker for status in found.values() for worker in status["workers"]}),
@@ -157,12 +168,8 @@ class Controllers:
         `step`: updates that its trainer has made, if that found the fault.
         """
         controller = self.of(policy)
-        with self._changed:
-            if policy in self._failed:
-                return
-            self._failed[policy] = why
-        if self._events is not None:
-            self._events.append("controller", "policy_failed", policy=policy, why=why, step=step)
+        if not self._has_failed(policy, why, step):
+            return
         controller.stop()
         for other in self._together.get(policy, ()):
             self.fail(other, f"policy {policy!r}, which plays in its episodes, has failed: {why}")
@@ -171,6 +178,39 @@ class Controllers:
         """Return the policies that have failed, and why."""
         with self._changed:
             return dict(self._failed)
+
+    def admit(self, policy: str, change: int) -> None:
+        """Begin a policy that joins or resumes by this change of the run, unless that was taken up before.
+
+        One whose controller cannot be made has failed.
+        """
+        with self._admitting:
+            if self._make is None or not self._taken.is_new(policy, change):
+                return
+            others = [each.number for name, each in self._controllers.items() if name != policy]
+            self._taken.admitted(policy, change)
+            self._share.forget(policy)
+            with self._changed:
+                self._failed.pop(policy, None)
+            try:
+                controller = self._make(policy, others)
+            except UserError as error:
+                self._has_failed(policy, str(error))
+                return
+            for worker in self.status()["workers"]:
+                controller.join(worker)
+            controller.on_change = self._wake
+            with self._changed:  # whole tables: other threads go through them
+                self._names = {**self._names, controller.number: policy}
+                self._controllers = {**self._controllers, policy: controller}
+        self._wake()
+
+    def dismiss(self, policy: str, change: int) -> None:
+        """Stop a policy by this change of the run, until it is admitted again; its leases are void."""
+        with self._admitting:
+            if self._taken.is_new(policy, change):
+                self._taken.stopped(policy, change)
+                self.of(policy).stop()
 
     def stop(self) -> None:
         """End every wait, and grant no more leases."""
@@ -186,11 +226,20 @@ class Controllers:
     def _going(self) -> list[str]:
         return [name for name, controller in self._controllers.items() if not controller.stopped]
 
+    def _has_failed(self, policy: str, why: str, step: int | None = None) -> bool:
+        """Record that a policy has failed; False: it had before."""
+        with self._changed:
+            if policy in self._failed:
+                return False
+            self._failed[policy] = why
+        if self._events is not None:
+            self._events.append("controller", "policy_failed", policy=policy, why=why, step=step)
+        return True
+
     def _name_of(self, lease: int) -> str | None:
-        """Return whose a lease is; None: nobody's, or of a policy that has failed."""
-        number = lease // LEASES_PER_POLICY
-        name = self._names[number] if 0 <= number < len(self._names) else None
-        return None if name in self.failed() else name
+        """Return whose a lease is; None: nobody's, or of a policy that has failed or was stopped."""
+        name = self._names.get(lease // LEASES_PER_POLICY)
+        return None if name is None or name in self.failed() or self._taken.is_stopped(name) else name
 
     def _answer(self, lease: int, ask: Callable[[Controller], bool]) -> bool:
         """Ask the controller of a lease; the policy fails where the answer is an error of its own."""
@@ -266,25 +315,3 @@ class Controllers:
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
-
-
-def role_of[Role](roles: Mapping[str, Role], policy: str) -> Role:
-    """Return the role of a policy.
-
-    Raises:
-        UserError: there is no policy of this name.
-    """
-    if policy not in roles:
-        raise UserError(f"there is no policy {policy!r}{did_you_mean(policy, roles)}")
-    return roles[policy]
-
-
-def failures(run: RunDirectory) -> dict[str, str]:
-    """Return the policies that have failed since the run was last begun or resumed, and why."""
-    found: dict[str, str] = {}
-    for row in read_rows(run.events_path):
-        if row["event"] == "session":
-            found = {}
-        elif row["event"] == "policy_failed":
-            found[row["policy"]] = row["why"]
-    return found

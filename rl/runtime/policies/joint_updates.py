@@ -35,12 +35,20 @@ class JointUpdates:
 
     def __init__(self, trainers: Mapping[str, PolicyTrainer], attempt: Attempt):
         """Take the trainers by policy, and what calls something of one of them."""
-        self._trainers, self._attempt = trainers, attempt
+        self._trainers, self._attempt = dict(trainers), attempt
         found = {name: trainer.shared for name, trainer in trainers.items()}
         self._programs = {name: program for name, program in found.items() if program is not None}
         counts = Counter(self._programs.values())
         self._widths = {program: width_of(count) for program, count in counts.items()}
         self._loops: dict[Any, CompiledStep] = {}
+
+    def add(self, policy: str, trainer: PolicyTrainer) -> None:
+        """Take the trainer of a policy that joins or resumes; loops that are compiled keep their width."""
+        self._trainers[policy] = trainer
+        self._programs.pop(policy, None)
+        if (program := trainer.shared) is not None:
+            self._programs[policy] = program
+            self._widths.setdefault(program, width_of(1))
 
     def __contains__(self, policy: str) -> bool:
         return policy in self._programs

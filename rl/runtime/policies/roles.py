@@ -6,7 +6,8 @@ controller, parameter server, verifier and updates are those of a run of its own
 
 import os
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, override
 
@@ -19,6 +20,7 @@ from axlearn_like.run.closing import Closing
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import make_mesh
+from rl.controller.controller import Controller
 from rl.controller.fair_share import FairShare
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
@@ -26,13 +28,14 @@ from rl.parameter_server.server import ParameterServer
 from rl.protocol.players import played_together
 from rl.protocol.protocols import BatchSource, PolicyLeaseSource, ScoreSource
 from rl.rollout.worker import RolloutWorker
-from rl.rollout.worker_policy import WorkerServices
+from rl.rollout.worker_policy import WorkerPolicy, WorkerServices
 from rl.runtime.policies.adapters import adapter_limits, adapter_source, are_adapters
 from rl.runtime.policies.base import check_memory, make_base
-from rl.runtime.policies.configs import quotas_of
-from rl.runtime.policies.controllers import Controllers, failures, role_of
+from rl.runtime.policies.changes import TakenChanges, WantedChanges, failures, lease_numbers, stopped_policies
+from rl.runtime.policies.configs import quotas_of, slots_of
+from rl.runtime.policies.controllers import Controllers
 from rl.runtime.policies.role_configs import frozen_players, opponents_of, players_by_policy, resume_together
-from rl.runtime.policies.runs import policy_runs
+from rl.runtime.policies.runs import ByPolicy, PolicyRun, policy_runs, role_of
 from rl.runtime.policies.trainers import PolicyFailures, PolicyTrainers
 from rl.runtime.policies.whole_models import WholeModels
 from rl.runtime.policies.worker import PoliciesWorker
@@ -45,12 +48,17 @@ from rl.verification.service import Verifier
 class RolesByPolicy[Role: Verifier | ParameterServer](Closing):
     """Roles of one kind by the policy that they belong to; several policies may have the same one."""
 
-    def __init__(self, roles: Mapping[str, Role]):
-        self._roles = dict(roles)
+    def __init__(self, names: Collection[str], make: Callable[[str], Role]):
+        """Make the roles of these policies; that of one that joins is made when it is asked for."""
+        self._make, self._making = make, threading.Lock()
+        self._roles = {name: make(name) for name in names}
 
     def of(self, policy: str) -> Role:
         """Return the role of a policy (UserError: there is no such policy)."""
-        return role_of(self._roles, policy)
+        with self._making:
+            if policy not in self._roles:
+                self._roles = {**self._roles, policy: self._make(policy)}
+            return self._roles[policy]
 
     def release(self, worker: str) -> None:
         """Free what a worker that is gone holds at each parameter server."""
@@ -73,38 +81,68 @@ class PolicyRoles:
     def __init__(self, experiment: RLExperiment, run: RunDirectory):
         """`experiment`: it has `policies`. `run`: of the whole; those of the policies are in it."""
         self.cfg, self._experiment, self._run = experiment.cfg, experiment, run
-        self._parts = {part.name: part for part in policy_runs(experiment, run)}
+        self._parts: dict[str, PolicyRun] = {}
+        self._look()
         self.names = list(self._parts)
         self._players = players_by_policy({name: part.experiment.cfg for name, part in self._parts.items()})
         self._base: Base | None = None  # arrays of the trainers, if they are in this process
 
+    def _look(self) -> None:
+        """Find the policies, and those that have joined since, whose directories the driver has opened."""
+        for part in policy_runs(self._experiment, self._run):
+            if part.name in self.cfg.policies or part.run.config_path.is_file():
+                self._parts.setdefault(part.name, part)
+
+    def _part(self, name: str) -> PolicyRun:
+        """Return a policy, which may have joined (UserError: there is none of this name)."""
+        if name not in self._parts:
+            self._look()
+        return role_of(self._parts, name)
+
     def make_controller(self) -> Controllers:
         """Build the controllers."""
-        controllers = {}
-        for number, (name, part) in enumerate(self._parts.items()):
-            controllers[name] = part.experiment.make_controller(part.run, number)
-            here = {"pid": os.getpid(), "host": socket.gethostname()}
-            EventLog(part.run.events_path).append("controller", "start", **here)
+        wanted = [numbers[-1] for part in self._parts.values() if (numbers := lease_numbers(part.run))]
+        controllers: dict[str, Controller] = {}
+        for name in self._parts:
+            others = [each.number for each in controllers.values()]
+            controllers[name] = self._make_controller(name, others, wanted)
         share = FairShare(weights=self.cfg.policy_shares, quotas=quotas_of(self.cfg))
-        events = EventLog(self._run.events_path)
-        return Controllers(controllers, share, events, failures(self._run), self._players)
+        events, taken = EventLog(self._run.events_path), TakenChanges(self._run)
+        failed, make = failures(self._run), self._make_controller
+        return Controllers(controllers, share, events, failed, self._players, make=make, taken=taken)
+
+    def _make_controller(self, name: str, others: Collection[int], wanted: Collection[int] = ()) -> Controller:
+        """Build the controller of a policy.
+
+        Args:
+            name: name of the policy. It keeps the number that its leases had, which workers may still hold.
+            others: numbers of other policies, which it must not have.
+            wanted: numbers that policies have had, for those that have had none.
+        """
+        part = self._part(name)
+        numbers = [number for number in lease_numbers(part.run)[-1:] if number not in others]
+        number = numbers[0] if numbers else max((*others, *wanted), default=-1) + 1
+        controller = part.experiment.make_controller(part.run, number)
+        here = {"pid": os.getpid(), "host": socket.gethostname()}
+        EventLog(part.run.events_path).append("controller", "start", number=number, **here)
+        return controller
 
     def make_parameter_server(self, token: str | None = None) -> RolesByPolicy[ParameterServer]:
         """Build the parameter servers, which hold adapters alone; each listens at an address of its own."""
-        return RolesByPolicy(
-            {name: part.experiment.make_parameter_server(token=token) for name, part in self._parts.items()}
-        )
+        return RolesByPolicy(self.names, lambda name: self._part(name).experiment.make_parameter_server(token=token))
 
     def make_verifier(self) -> RolesByPolicy[Verifier]:
         """Build the verifiers; policies whose configs of it are equal share one."""
         made: dict[str, Verifier] = {}
-        verifiers = {}
-        for name, part in self._parts.items():
+
+        def make(name: str) -> Verifier:
+            part = self._part(name)
             text = to_text(part.experiment.cfg.verifier)
             if text not in made:
                 made[text] = part.experiment.make_verifier()
-            verifiers[name] = made[text]
-        return RolesByPolicy(verifiers)
+            return made[text]
+
+        return RolesByPolicy(self.names, make)
 
     def make_worker(
         self,
@@ -124,22 +162,25 @@ class PolicyRoles:
             began: when its process started, if not now (`time.time()`).
         """
         frozen = frozen_players(self._players)
-        players = len(self.names) + sum(frozen.values())
+        players = max(slots_of(self.cfg), len(self.names)) + sum(frozen.values())
         if adapters := are_adapters(self.cfg.policy):
             limits = adapter_limits(self.cfg.policy, players)
             engine = self._experiment.make_engine(adapters=limits, model=plain_config(self.cfg.policy))
         else:
             engine = self._experiment.make_engine()
-        policies: dict[str, Any] = {}
-        for policy_name, part in self._parts.items():
-            own, client = part.experiment, weights[policy_name]
+
+        def make(policy: str) -> WorkerPolicy[Any]:
+            part, client = self._part(policy), weights[policy]
+            own = part.experiment
             if adapters:
                 newest = own.cfg.controller.weights == "newest"
                 source: Any = adapter_source(own.cfg.policy, client, newest=newest)
             else:
                 source = own.make_prefetcher(engine, client, name)
-            services = WorkerServices(controller, source, verifiers[policy_name], EventLog(part.run.events_path))
-            policies[policy_name] = own.worker_policy(services)
+            services = WorkerServices(controller, source, verifiers[policy], EventLog(part.run.events_path))
+            return own.worker_policy(services)
+
+        policies = ByPolicy(self.names, make)
         if not adapters and not self._players:
             return RolloutWorker(name, engine, policies, swap=self.cfg.swap, began=began)
         if not adapters:
@@ -150,14 +191,14 @@ class PolicyRoles:
     def make_trainer(
         self,
         controller: PolicyFailures,
-        batches: Mapping[str, BatchSource],
+        batches: Callable[[str], BatchSource],
         weights: Mapping[str, ParameterServerClient],
     ) -> PolicyTrainers:
         """Build the trainers of all policies; adapters share the arrays of the base.
 
         Args:
             controller: learns which policies fail.
-            batches: controllers, by policy.
+            batches: gives the controller of a policy.
             weights: clients of the parameter servers, by policy.
         """
         adapters, cfgs = are_adapters(self.cfg.policy), [part.experiment.trainer_cfg for part in self._parts.values()]
@@ -168,18 +209,26 @@ class PolicyRoles:
         resume_together(checkpoints, played_together(self._players))
 
         def make(name: str) -> PolicyTrainer:
-            part = self._parts[name]
-            beside = tuple(path for other, path in checkpoints.items() if other != name)
+            part = self._part(name)
+            others = (other for other in self._parts.values() if other.name != name)
+            beside = tuple(other.run.checkpoints / "rl" for other in others)
             first = None  # version 0 of the whole model itself
             if self._base is not None:
                 first = FirstVersion(seed=part.experiment.cfg.seed, base=self._base, beside=beside)
             opponents = opponents_of(name, self._players, part.experiment.cfg.staleness)
             return part.experiment.make_trainer(
-                part.run, TrainerServices(batches[name], weights[name]), first=first, opponents=opponents
+                part.run, TrainerServices(batches(name), weights[name]), first=first, opponents=opponents
             )
 
+        def join(name: str) -> PolicyTrainer:
+            self._part(name)
+            stopped = stopped_policies(self._run)
+            going = [one.experiment.trainer_cfg for one in self._parts.values() if one.name not in stopped]
+            check_memory(going, shared=adapters)
+            return make(name)
+
         makers = {name: partial(make, name) for name in self.names}
-        return PolicyTrainers(makers, controller)
+        return PolicyTrainers(makers, controller, WantedChanges(self._run, self.names), join)
 
     def _base_params(self, mesh: Any) -> Params:
         """Return the base's weights for an engine: the trainers' own, or those with which the experiment begins."""

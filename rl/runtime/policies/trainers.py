@@ -12,6 +12,7 @@ from axlearn_like.run.disk import DiskFull
 from axlearn_like.training.updates.programs import Calls
 from mesh.errors import UserError
 from rl.parameter_server.errors import WeightsError
+from rl.runtime.policies.changes import Change
 from rl.runtime.policies.joint_updates import JointUpdates
 from rl.training.trainer import PolicyTrainer
 
@@ -19,7 +20,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two looks for batches, 
 
 
 class PolicyFailures(Protocol):
-    """The controllers of the policies, as far as they know which have failed."""
+    """The controllers of the policies, as far as they know which take part."""
 
     def fail(self, policy: str, why: str, step: int | None = None) -> None:
         """Stop a policy; nothing more is drawn of it. `step`: updates that its trainer has made."""
@@ -27,6 +28,14 @@ class PolicyFailures(Protocol):
 
     def failed(self) -> Mapping[str, str]:
         """Return why each policy that has failed did."""
+        ...
+
+    def admit(self, policy: str, change: int) -> None:
+        """Begin a policy that joins or resumes by a change of the run, unless that was taken up before."""
+        ...
+
+    def dismiss(self, policy: str, change: int) -> None:
+        """Stop a policy by a change of the run, unless that was taken up before."""
         ...
 
 
@@ -44,6 +53,8 @@ class PolicyTrainers:
         self,
         makers: Mapping[str, Callable[[], PolicyTrainer]],
         controllers: PolicyFailures,
+        changes: Callable[[], Mapping[str, Change]] = dict,
+        join: Callable[[str], PolicyTrainer] | None = None,
     ):
         """Make the trainers: each restores its newest checkpoint, or starts.
 
@@ -56,8 +67,12 @@ class PolicyTrainers:
         Args:
             makers: functions that make each policy's trainer, by name. A UserError of one fails that policy.
             controllers: those of the policies; a policy that has failed before is not made.
+            changes: the last change of each policy that has one, taken up between two updates.
+            join: makes the trainer of a policy that joins or resumes; None: none does.
         """
-        self._controllers = controllers
+        self._controllers, self._changes, self._join = controllers, changes, join
+        self._taken: dict[str, int] = {}  # number of each policy's last change that was taken up
+        self._stopped = {name for name, change in changes().items() if self._has_stopped(name, change)}
         self._why: dict[str, str] = dict(controllers.failed())
         self._made: dict[str, PolicyTrainer] = {}
         self._names = frozenset(makers)
@@ -66,7 +81,9 @@ class PolicyTrainers:
         self._opened = contextlib.ExitStack()
         with contextlib.ExitStack() as opened:  # a maker that raises leaves none open
             for name, make in makers.items():
-                if name not in self._why and (trainer := self._try(name, make)) is not None:
+                if name in self._stopped or name in self._why:
+                    continue
+                if (trainer := self._try(name, make)) is not None:
                     self._made[name] = opened.enter_context(trainer)
             self._raise_if_all_failed()
             self._opened = opened.pop_all()
@@ -83,7 +100,7 @@ class PolicyTrainers:
 
     @property
     def finished(self) -> bool:
-        """True if the last version of every policy that has not failed is made and evaluated."""
+        """True if the last version of every policy that has not failed or stopped is made and evaluated."""
         return all(trainer.finished for trainer in self._going().values())
 
     def failed(self) -> Mapping[str, str]:
@@ -157,6 +174,7 @@ class PolicyTrainers:
 
     def _round(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Make an update of each policy whose batch is there, until `stop()`; False if there was none."""
+        self._take_up_changes()
         updated = False
         for name, why in self._controllers.failed().items():
             if name in self._going():
@@ -177,7 +195,46 @@ class PolicyTrainers:
                 self._try(name, trainer.close)
 
     def _going(self) -> dict[str, PolicyTrainer]:
-        return {name: trainer for name, trainer in self._made.items() if name not in self._why}
+        return {name: one for name, one in self._made.items() if name not in self._why and name not in self._stopped}
+
+    def _has_stopped(self, name: str, change: Change) -> bool:
+        """Tell the controllers of a change; returns True if it stops the policy."""
+        tell = self._controllers.dismiss if change.stopped else self._controllers.admit
+        tell(name, change.number)
+        self._taken[name] = change.number
+        return change.stopped
+
+    def _take_up_changes(self) -> None:
+        """Begin the policies that join or resume, then stop those that are to stop."""
+        new = [(name, one) for name, one in self._changes().items() if one.number > self._taken.get(name, 0)]
+        for name, change in sorted(new, key=lambda one: one[1].stopped):
+            if change.stopped:
+                self._stop(name, change)
+            elif name in self._going():  # stopped and resumed between two looks
+                self._taken[name] = change.number
+            elif self._join is not None:
+                self._begin(name, change, partial(self._join, name))
+
+    def _begin(self, name: str, change: Change, make: Callable[[], PolicyTrainer]) -> None:
+        """Begin or resume a policy beside the others: from its newest checkpoint, if it has one."""
+        self._names |= {name}
+        self._has_stopped(name, change)
+        for known in (self._stopped, self._last, self._ended):
+            known.discard(name)
+        self._why.pop(name, None)
+        if (why := self._controllers.failed().get(name)) is not None:
+            self._why[name] = why
+        elif (trainer := self._try(name, make)) is not None:
+            self._made[name] = self._opened.enter_context(trainer)
+            self._joint.add(name, trainer)
+            self._try(name, trainer.start)
+
+    def _stop(self, name: str, change: Change) -> None:
+        """Save a policy as far as it got, and go on without it."""
+        if name in self._going() and name not in self._ended:
+            self._try(name, self._made[name].close)
+        self._stopped.add(name)
+        self._has_stopped(name, change)
 
     def _look_evaluated(self) -> bool:
         """Look after the policies whose updates are made; True if one of them has got on."""
@@ -218,6 +275,6 @@ class PolicyTrainers:
         self._raise_if_all_failed(error)
 
     def _raise_if_all_failed(self, last: UserError | None = None) -> None:
-        if self._names and self._names <= self._why.keys():
+        if self._names - self._stopped and self._names - self._stopped <= self._why.keys():
             each = "".join(f"\n  {policy}: {said}" for policy, said in sorted(self._why.items()))
             raise UserError(f"all policies have failed:{each}") from last

@@ -54,14 +54,15 @@ class PoliciesWorker:
             name: name of the worker.
             engine: engine of the base, with room for adapters as `adapter_limits` says; or one for each whole model
                 and for each frozen player.
-            policies: parts of each policy, by its name; `services.controller` of each is `controllers`.
+            policies: parts of each policy, by its name, those of one that joins when they are asked for (`ByPolicy`);
+                `services.controller` of each is `controllers`.
             controllers: lease to it.
             base: returns the base's weights; called before the first lease is drawn, and again after each `sleep`.
             events: events of the fleet; those of a policy's leases go to its own.
             began: start of its process (`time.time()`), if not now.
             frozen: frozen players that a policy is in episodes (`frozen_players`); None: there are none.
         """
-        self.name, self._engine, self._policies = name, engine, dict(policies)
+        self.name, self._engine, self._policies = name, engine, policies
         self._controllers, self._base, self._events = controllers, base, events
         self._began = time.time() if began is None else began
         self._joined = False  # some rollouts were accepted
@@ -69,8 +70,8 @@ class PoliciesWorker:
         self._works: dict[LeasedWork, float] = {}  # works in hand, and when each was leased or, later, begun
         self._scoring: dict[LeasedWork, Future[bool]] = {}  # works in hand that are drawn
         self._scorers: dict[str, ThreadPoolExecutor] = {}
-        frozen, each = frozen or {}, 1 if isinstance(engine, WholeModels) else VERSIONS_HELD
-        self._room = {policy: each * (1 + frozen.get(policy, 0)) for policy in policies}  # versions loaded at a time
+        self._frozen = frozen or {}
+        self._held = 1 if isinstance(engine, WholeModels) else VERSIONS_HELD
         self._failed_pulls: Counter[str] = Counter()  # consecutive ones by policy
         if engine.runner.kernel_choice:
             events.append(name, "kernel", **engine.runner.kernel_choice)
@@ -128,7 +129,9 @@ class PoliciesWorker:
             lease = self._controllers.lease(self.name, timeout=-1.0 if self._works else timeout)
             if lease is None:
                 return
-            works = works_of(lease, self._policies, self.name)
+            works: list[LeasedWork] = []
+            with self._failing(lease.policy):  # parts of a policy that has joined are made now
+                works = works_of(lease, self._policies, self.name)
             self._works |= dict.fromkeys(works, time.monotonic())
             for work in works:
                 if work in self._works and not work.begun:  # else by the first: roles of one episode
@@ -153,9 +156,12 @@ class PoliciesWorker:
 
     def _load(self, work: LeasedWork, seat: Seat, held: set[str]) -> bool:
         """Load an adapter for a work; returns False if it cannot be now. `held`: those that rows are drawn with."""
-        loaded = [one for one in self._engine.adapters if one.rpartition("@")[0] == seat.policy]
-        if len(loaded) >= self._room[seat.policy]:
-            if not (free := [one for one in loaded if one not in held]):
+        every, bank = list(self._engine.adapters), self._engine.runner.bank
+        loaded = [one for one in every if one.rpartition("@")[0] == seat.policy]
+        room = self._held * (1 + self._frozen.get(seat.policy, 0))  # versions loaded at a time
+        full = bank is not None and len(every) >= bank.limits.slots  # of policies that have stopped, too
+        if full or len(loaded) >= room:
+            if not (free := [one for one in (loaded if len(loaded) >= room else every) if one not in held]):
                 return False
             self._engine.unload_adapter(free[0])
         if (adapter := self._pull(work, seat)) is not None:

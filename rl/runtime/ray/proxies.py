@@ -19,6 +19,7 @@ from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.protocol.timeouts import Timeouts, Waits
+from rl.runtime.policies.runs import ByPolicy
 from rl.training.scoring.reference_role import ROLE as REFERENCE
 
 CALL_MARGIN = 60.0  # seconds that a call may last beyond the time after which an unresponsive role is killed
@@ -161,7 +162,6 @@ class Services:
     """The roles that a worker or a trainer calls, by policy where there are several ("": the only one)."""
 
     controller: Any
-    controllers: dict[str, Any]
     weights: dict[str, ParameterServerClient]
     verifiers: dict[str, Any]
 
@@ -196,7 +196,6 @@ def connect_services(
     policies = list(cfg.policies) or [""]
     return Services(
         controller,
-        controllers={policy: controller.of(policy) for policy in policies},
-        weights={policy: weights(policy) for policy in policies},
-        verifiers={policy: verifier.of(policy) for policy in policies},
+        weights=ByPolicy(policies, weights),
+        verifiers=ByPolicy(policies, verifier.of),
     )

@@ -5,6 +5,7 @@ from typing import Any
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import JsonlTail
 from rl.experiment import RLExperiment
+from rl.runtime.policies.changes import changes_path, policy_run, read_changes
 from rl.runtime.policies.runs import policy_runs
 
 
@@ -17,6 +18,7 @@ class RunLogs:
         logs = {run.events_path: None, **{part.run.events_path: None for part in parts}}
         self._events = [JsonlTail(path, from_end=True) for path in logs]
         self._metrics = {part.name: JsonlTail(part.run.metrics_path) for part in parts}
+        self._run, self._changes = run, JsonlTail(changes_path(run), from_end=True)
         self._steps = dict.fromkeys(self._metrics, 0)  # completed updates of each policy
         self._reported: set[str] = set()  # waits that were reported since the last update
         self.pids: dict[str, int] = {}  # newest process of each role
@@ -30,6 +32,7 @@ class RunLogs:
 
     def updated(self) -> bool:
         """Read the new metrics; returns True if there was an update."""
+        self._follow_joined()
         rows = [
             (policy, row) for policy, tail in self._metrics.items() for row in tail.new_rows() if row["phase"] == "rl"
         ]
@@ -37,6 +40,14 @@ class RunLogs:
         if rows:
             self._reported.clear()
         return bool(rows)
+
+    def _follow_joined(self) -> None:
+        """Follow the policies that have joined since the last look."""
+        if self._changes.new_lines():
+            for name in read_changes(self._run).joined.keys() - self._metrics.keys():
+                own = policy_run(self._run, name)
+                self._metrics[name], self._steps[name] = JsonlTail(own.metrics_path), 0
+                self._events.append(JsonlTail(own.events_path))
 
     def new_events(self) -> list[dict[str, Any]]:
         """Read the new events; of the waits of roles, those that were not reported since the last update."""

@@ -14,7 +14,7 @@ from mesh.files.bounded import is_readable
 from rl.audit.records import Records, Row
 from rl.experiment import RLExperiment
 from rl.protocol.headers import MARK
-from rl.runtime.policies.runs import FOLDER
+from rl.runtime.policies.changes import FOLDER
 
 # Parts that an update records, in the order in which they come about.
 PARTS = ("rollouts", "rewards", "metrics", "weights")

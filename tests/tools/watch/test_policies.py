@@ -26,7 +26,10 @@ def several(tmp_path: Path) -> Path:
     log = EventLog(run / "events.jsonl")
     log.append("driver", "session")
     log.append("controller", "policy_failed", policy="lr=1e-3", why="before it was resumed")
+    log.append("controller", "policy_stopped", policy="lr=1e-4", change=1)
     log.append("driver", "session")
+    log.append("controller", "policy_failed", policy="lr=1e-3", why="before it alone was resumed")
+    log.append("controller", "policy_admitted", policy="lr=1e-3", change=2)
     log.append("controller", "policy_failed", policy="lr=9", why=f"NaN {HOSTILE}")
     return run
 
@@ -35,7 +38,7 @@ def test_one_table_has_all_policies_and_names_those_that_failed(several: Path):
     loaded = load_run(several)
     rows = policy_sheet(loaded).rows
     assert [row[0] for row in rows] == ["lr=1e-3", "lr=1e-4", "lr=9"]
-    assert [row[1] for row in rows] == ["40", "20", f"3, failed: NaN {HOSTILE}"]
+    assert [row[1] for row in rows] == ["40", "20, stopped", f"3, failed: NaN {HOSTILE}"]
     for row, policy in zip(rows, loaded.policies, strict=True):
         reward = [value for _, value in policy.series("rl", "reward")]
         assert float(row[2]) == pytest.approx(reward[0], abs=0.01)

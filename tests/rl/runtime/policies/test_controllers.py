@@ -3,12 +3,13 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
@@ -16,7 +17,8 @@ from rl.controller.controller import PROMPTS_WAIT, Controller
 from rl.controller.fair_share import FairShare, Quota
 from rl.controller.leasing import LEASES_PER_POLICY
 from rl.protocol.messages import Group, Lease
-from rl.runtime.policies.controllers import Controllers, failures
+from rl.runtime.policies.changes import TakenChanges, failures
+from rl.runtime.policies.controllers import Controllers
 from tests.rl.controller.scripted import STEPS, assert_same_prompts, config, drain, scored
 from tests.rl.runtime.policies.tiny_policies import tiny_policies
 from tests.rl.tiny import make_group, tiny_run, tiny_tasks
@@ -151,6 +153,53 @@ def test_a_policy_that_fails_is_named_and_gets_nothing_more(tmp_path: Path):
     assert [(row["policy"], row["why"]) for row in rows] == [("a", "NaN in its gradient")]
     controllers.fail("b", "its reward")
     assert controllers.status()["stopped"] and controllers.lease("w", timeout=60) is None
+
+
+def test_a_policy_that_is_stopped_loses_its_leases_and_one_that_joins_or_resumes_gets_new_ones(tmp_path: Path):
+    whole = RunDirectory.attach(tmp_path)
+
+    def make(name: str, others: Collection[int]) -> Controller:
+        if name == "bad":
+            raise UserError("tasks: there are none")
+        made.append(name)
+        known = {"a": 0, "b": 1}.get(name)
+        found = controller(max(others) + 1 if known is None else known, incarnation=made.count(name))
+        found.begin(0, 0)
+        return found
+
+    made = list[str]()
+    found = {"a": make("a", ()), "b": make("b", ())}
+    share, log = FairShare(quantum=1), EventLog(whole.events_path)
+    controllers = Controllers(found, share, log, make=make, taken=TakenChanges(whole))
+    controllers.join("w")
+    former = list[Lease]()
+    while {lease.policy for lease in former} != {"a", "b"}:
+        former += filter(None, [controllers.lease("w", 30.0)])
+    held = {lease.policy: lease for lease in former}
+    controllers.dismiss("a", 1)
+    assert not controllers.renew(held["a"].id) and not controllers.submit(held["a"].id, scored(held["a"]))
+    assert controllers.renew(held["b"].id) and controllers.of("a").stopped
+    controllers.admit("c", 2)
+    controllers.admit("bad", 3)
+    assert controllers.failed() == {"bad": "tasks: there are none"}
+    controllers.admit("a", 4)
+    again = controllers.of("a")
+    controllers.admit("a", 4)
+    controllers.dismiss("a", 1)
+    assert controllers.of("a") is again and not again.stopped, "a change is taken up once"
+    assert controllers.status()["policies"]["c"]["workers"] == ["w"], "those that had joined"
+    assert not controllers.renew(held["a"].id), "a lease of before it was stopped"
+    given = len(of(former, "b"))
+    leases = [controllers.lease("w", 30.0) for _ in range(3 * 2 * STEPS - given)]
+    counts = Counter(lease.policy for lease in leases if lease)
+    assert counts == {"a": 2 * STEPS, "b": 2 * STEPS - given, "c": 2 * STEPS}
+    ids = [lease.id for lease in (*former, *leases) if lease]
+    assert len(set(ids)) == len(ids) and {one // LEASES_PER_POLICY for one in ids} == {0, 1, 2}
+    after = TakenChanges(whole)
+    assert [after.is_new(name, number) for name, number in (("a", 4), ("a", 5), ("c", 2), ("b", 1))] == [
+        *(False, True, False, True)
+    ]
+    assert failures(whole) == {"bad": "tasks: there are none"} and not after.is_stopped("a")
 
 
 def test_problems_that_cannot_be_made_fail_their_policy_alone():

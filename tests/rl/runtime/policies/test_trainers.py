@@ -27,6 +27,7 @@ from rl.experiment import RLExperiment
 from rl.objective.presets import maxrl
 from rl.parameter_server.client import ParameterServerClient, connect_local
 from rl.runtime.policies.base import make_base
+from rl.runtime.policies.changes import Change
 from rl.runtime.policies.trainers import PolicyTrainers
 from rl.training.spec import FirstVersion, TrainerServices
 from rl.training.trainer import PolicyTrainer
@@ -73,6 +74,12 @@ class Failures:
     def failed(self) -> Mapping[str, str]:
         return self.why
 
+    def admit(self, policy: str, change: int) -> None:
+        self.why.pop(policy, None)
+
+    def dismiss(self, policy: str, change: int) -> None:
+        self.steps[policy] = None
+
 
 @dataclasses.dataclass
 class Policy:
@@ -104,8 +111,14 @@ class Fleet:
     def __init__(self, path: Path, policies: Mapping[str, Mapping[str, Any]]):
         self.policies: dict[str, Policy] = {}
         self.failures, self.path, self.names = Failures(), path, list(policies)
+        self.changes: dict[str, Change] = {}
         makers = {name: functools.partial(self._make, name, dict(edits)) for name, edits in policies.items()}
-        self.trainers = PolicyTrainers(makers, self.failures)
+        self.trainers = PolicyTrainers(makers, self.failures, lambda: self.changes, self._join)
+
+    def _join(self, name: str) -> PolicyTrainer:
+        if name in self.policies:
+            self.policies[name].run.close()
+        return self._make(name, dict(POLICIES[name]))
 
     def _make(self, name: str, edits: dict[str, Any]) -> PolicyTrainer:
         cfg = config(**edits)
@@ -186,6 +199,24 @@ def test_a_policy_has_the_bits_that_it_has_alone(together: Fleet, name: str, tmp
     assert alone.pushes(name) == together.pushes(name)
     assert len(alone.rows(name)) == STEPS and len(alone.pushes(name)) == STEPS + 1
     assert len({checksum for _, _, checksum in alone.pushes(name)}) == STEPS + 1, "each update changes the adapter"
+
+
+@pytest.mark.full
+def test_policies_that_join_stop_and_resume_between_two_updates_cost_nobody_a_bit(together: Fleet, tmp_path: Path):
+    fleet = Fleet(tmp_path, {name: POLICIES[name] for name in "ab"})
+    fleet.advance(1)
+    fleet.changes = {"c": Change(1, stopped=False), "b": Change(2, stopped=True)}
+    assert not fleet.trainers.run_once() and fleet.trainers.of("c").step == 0
+    stopped = fleet.policies.pop("b")
+    fleet.advance(2)
+    assert [fleet.trainers.of(name).step for name in "abc"] == [2, 1, 2] and "b" in fleet.failures.steps
+    fleet.policies["b"], fleet.changes = stopped, {**fleet.changes, "b": Change(3, stopped=False)}
+    assert not fleet.trainers.run_once() and fleet.trainers.of("b").step == 1
+    fleet.advance(STEPS)
+    fleet.trainers.close()
+    for name in POLICIES:
+        assert fleet.bits(name) == together.bits(name) and fleet.rows(name) == together.rows(name)
+    fleet.close_runs()
 
 
 def test_policies_at_other_learning_rates_share_a_program(together: Fleet):
