@@ -30,8 +30,13 @@ class DiskFull(UserError):
 
 
 def is_full_disk(error: BaseException | None) -> bool:
-    """Return True if a full disk is the root cause. TensorStore says so only in its message."""
-    while error is not None:
+    """Return True if a full disk is the root cause. TensorStore says so only in its message.
+
+    An error of a thread that is raised again while it is handled is among its own causes.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         numbered = isinstance(error, OSError) and error.errno in _NUMBERS
         if numbered or isinstance(error, DiskFull) or any(words in str(error) for words in _WORDS):
             return True

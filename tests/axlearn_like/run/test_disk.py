@@ -39,6 +39,14 @@ def test_it_travels_between_processes():
     assert str(error).endswith(" /run; free some and run the same command again: it resumes from update 6")
 
 
+def test_an_error_that_is_among_its_own_causes_has_an_answer():
+    first, second = OSError(errno.ENOTDIR, "checkpoints"), ValueError("could not write")
+    first.__cause__, second.__cause__ = second, first
+    assert not is_full_disk(first) and not is_full_disk(second)
+    first.errno = errno.ENOSPC
+    assert is_full_disk(second)
+
+
 def test_only_screens_about_a_full_disk_are_not_logged(caplog):
     quieten_full_disk()
     logger = logging.getLogger("absl")

@@ -40,7 +40,7 @@ def test_a_policy_is_added_stopped_and_resumed(run: RunDirectory, capsys: pytest
         (["add", "{run}", "seed=2", "--set", "seed"], "--set 'seed': expected PATH=VALUE, and each path once"),
         (["add", "{run}", "seed=2", "--set", "seed=2", "--set", "seed=3"], "--set 'seed=3': expected PATH=VALUE"),
         (["add", "{run}", "seed=1"], "policy 'seed=1' is one of the run's, and trains; expected another name"),
-        (["stop", "{run}", "seed=9"], "has no policy 'seed=9', did you mean 'seed=0'?"),
+        (["stop", "{run}", "seed=9"], "has no policy 'seed=9'; did you mean"),
         (["resume", "{run}", "seed=0"], "policy 'seed=0' trains; expected one that was stopped, or has failed"),
         (["stop", "{run}"], "Missing argument 'NAME'"),
         (["stop", "{run}x", "seed=0"], "no such directory; expected a run directory"),

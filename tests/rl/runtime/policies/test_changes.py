@@ -26,6 +26,7 @@ from tests.rl.runtime.policies.tiny_policies import tiny_policies, tiny_wholes
 from tests.rl.runtime.ray.experiments import assert_same_outcome, events, metrics
 
 JOINING = {"seed": "11", "num_steps": "3", "learner.schedule.lr": "3e-2"}
+CHANGES = ("policy_admitted", "policy_failed", "policy_stopped")  # events
 Look = Callable[[RunDirectory], bool | None]
 
 
@@ -107,10 +108,8 @@ def test_a_policy_that_is_stopped_and_resumed_while_others_train_keeps_its_bits(
 
     assert run(tmp_path, fleet("a", "b"), look) is not None
     assert counts and counts[0] < 3, "it made no updates while it was stopped"
-    assert [row["event"] for row in events(tmp_path) if row["event"].startswith("policy_")] == [
-        "policy_stopped",
-        "policy_admitted",
-    ]
+    told = [(row["event"], row["change"]) for event in CHANGES for row in events(tmp_path, event)]
+    assert told == [("policy_admitted", 2), ("policy_stopped", 1)]
     for name in ("a", "b"):
         assert_same_outcome(tmp_path / "policies" / name, alone(name))
 
@@ -134,24 +133,27 @@ def test_a_run_that_is_resumed_goes_on_with_those_that_joined_and_without_those_
 
 
 @pytest.mark.full
-def test_a_policy_that_cannot_be_trained_fails_alone_and_is_resumed_when_the_cause_is_gone(tmp_path: Path) -> None:
-    whole = RunDirectory.attach(tmp_path)
-    add = lambda whole: add_policy(whole, "joined", JOINING)  # noqa: E731
-    told = asked_at("a", 1, add)
+def test_a_policy_that_cannot_be_saved_fails_alone_and_is_resumed_while_the_others_train(tmp_path: Path) -> None:
+    whole, said = RunDirectory.attach(tmp_path), list[str]()
+    add = asked_at("a", 1, lambda whole: add_policy(whole, "joined", JOINING))
+    checkpoints = policy_run(whole, "joined").checkpoints / "rl"
 
     def look(whole: RunDirectory) -> None:
-        told(whole)
-        checkpoints = policy_run(whole, "joined").checkpoints / "rl"
-        if updates(whole, "joined") == 0 and not checkpoints.exists() and policy_run(whole, "joined").path.is_dir():
-            checkpoints.parent.mkdir(exist_ok=True)
-            checkpoints.write_text("a file where a folder is needed")
+        add(whole)
+        if said:
+            return
+        if checkpoints.parent.is_dir() and not checkpoints.exists():
+            checkpoints.write_text("a file in the place of a folder")
+        if "joined" in failures(whole):
+            checkpoints.unlink()
+            said.append(resume_policy(whole, "joined"))
 
-    report = run(tmp_path, fleet("a", policy_slots=2), look)
-    assert report is not None and list(report["policies"]) == ["a"] and list(report["failed"]) == ["joined"]
-    (policy_run(whole, "joined").checkpoints / "rl").unlink()
-    assert failures(whole).keys() == {"joined"}
-    assert run(tmp_path, fleet("a", policy_slots=2)) is not None
+    report = run(tmp_path, fleet("a", num_steps=12, policy_slots=2), look)
+    assert said == ["joined goes on from its last checkpoint at the next update"]
+    assert report is not None and sorted(report["policies"]) == ["a", "joined"] and not report["failed"]
     assert updates(whole, "joined") == 3 and not failures(whole)
+    told = [row["event"] for event in CHANGES for row in events(tmp_path, event)]
+    assert told == ["policy_admitted", "policy_admitted", "policy_failed"]
 
 
 # ---- what cannot be
@@ -207,7 +209,7 @@ def test_a_policy_that_cannot_join_is_refused_by_name_and_field(
 @pytest.mark.slow
 def test_the_second_day_of_a_run_with_several_policies(resting: RunDirectory) -> None:
     for ask in (stop_policy, resume_policy):
-        with pytest.raises(UserError, match=r"has no policy 'aa', did you mean 'a'\?; it has a, b"):
+        with pytest.raises(UserError, match=r"has no policy 'aa'; did you mean 'a'\?; it has a, b"):
             ask(resting, "aa")
     with pytest.raises(UserError, match="policy 'a' trains; expected one that was stopped, or has failed"):
         resume_policy(resting, "a")
