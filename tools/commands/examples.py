@@ -26,7 +26,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "rl add": ("runs/demo-sweep seed=7 --set seed=7", "runs/demo-sweep high --set objective.surrogate.high=0.3"),
     "rl stop": ("runs/demo-sweep seed=0", "runs/demo-sweep peak_lr=1e-3+seed=0"),
-    "rl resume": ("runs/demo-sweep seed=0", "runs/demo-sweep seed=0 --code mine.py"),
+    "rl resume": ("runs/demo-sweep seed=0", "runs/demo-sweep peak_lr=1e-3+seed=0"),
     "worker": ("runs/demo", "runs/demo --name extra"),
     "eval": ("runs/demo@best --samples 8", "runs/demo --tasks sums=rows.jsonl --against runs/eval/demo_sft"),
     "verify run": ("demo.axlrun", "demo.axlrun --checkpoint runs/demo@40 --rollouts 16 --json"),

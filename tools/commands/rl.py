@@ -16,7 +16,7 @@ from experiments.start.options import StartOptions
 from mesh.errors import UserError, printable
 from mesh.files.bucket import Bucket, bucket_url
 from tools.commands import options_as
-from tools.commands.rl_policies import add, resume, stop
+from tools.commands.runs.policies import add, resume, stop
 from tools.experiment import LocalPath, default_run_dir, experiment_options, warn_of_idle_accelerator
 from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
 

@@ -41,7 +41,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Changes:
+class PolicyChanges:
     """All changes of a run.
 
     Attributes:
@@ -58,7 +58,7 @@ def changes_path(run: RunDirectory) -> Path:
     return run.path / "policies.jsonl"
 
 
-def read_changes(run: RunDirectory) -> Changes:
+def read_changes(run: RunDirectory) -> PolicyChanges:
     """Read what is wanted of the policies; rows of another form count for nothing.
 
     Raises:
@@ -77,7 +77,7 @@ def read_changes(run: RunDirectory) -> Changes:
                 last[name] = Change(number, stopped=row["event"] == "stop")
             case _:
                 pass
-    return Changes(joined, last)
+    return PolicyChanges(joined, last)
 
 
 def with_joined(cfg: RLExperiment.Config, run: RunDirectory) -> RLExperiment.Config:
@@ -101,7 +101,7 @@ class WantedChanges:
     def __init__(self, run: RunDirectory, begun: Collection[str]):
         """`begun`: policies with which the run began."""
         self._run, self._begun, self._tail = run, begun, JsonlTail(changes_path(run))
-        self._known = Changes({}, {})
+        self._known = PolicyChanges({}, {})
 
     def __call__(self) -> dict[str, Change]:
         """Return the changes; those before stay where the file cannot be read."""

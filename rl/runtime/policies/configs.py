@@ -65,6 +65,8 @@ def check_policies(
     shared, adapters = cfg.build(), are_adapters(cfg.policy)
     if adapters:
         _ranks("policy", cfg.policy)
+    else:
+        cfg.require("policy_slots", cfg.policy_slots is None, "None with whole models, which begin together")
     for name, own in found.items():
         where = _place(name)
         if adapters:

@@ -20,7 +20,7 @@ from rl.runtime.policies.runs import role_of
 _SLICE = 1.0  # seconds of a wait, after which leases may have expired
 _PROMPTS_SLICE = 0.2  # seconds for which the prompts of one policy are awaited, before others are asked again
 
-Make = Callable[[str, Collection[int]], Controller]  # from a policy, and the numbers of the others
+Make = Callable[[str, Collection[int]], Controller]  # maker for a policy, given the numbers of the others
 
 
 class Controllers:
@@ -200,7 +200,7 @@ class Controllers:
             for worker in self.status()["workers"]:
                 controller.join(worker)
             controller.on_change = self._wake
-            with self._changed:  # whole tables: other threads go through them
+            with self._changed:  # replaced as wholes: other threads go through them
                 self._names = {**self._names, controller.number: policy}
                 self._controllers = {**self._controllers, policy: controller}
         self._wake()

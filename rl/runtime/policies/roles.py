@@ -162,9 +162,10 @@ class PolicyRoles:
             began: when its process started, if not now (`time.time()`).
         """
         frozen = frozen_players(self._players)
-        players = max(slots_of(self.cfg), len(self.names)) + sum(frozen.values())
+        players = len(self.names) + sum(frozen.values())
         if adapters := are_adapters(self.cfg.policy):
-            limits = adapter_limits(self.cfg.policy, players)
+            room = max(slots_of(self.cfg) - len(self.names), 0)  # adapters of policies that join
+            limits = adapter_limits(self.cfg.policy, players + room)
             engine = self._experiment.make_engine(adapters=limits, model=plain_config(self.cfg.policy))
         else:
             engine = self._experiment.make_engine()
@@ -183,10 +184,11 @@ class PolicyRoles:
         policies = ByPolicy(self.names, make)
         if not adapters and not self._players:
             return RolloutWorker(name, engine, policies, swap=self.cfg.swap, began=began)
+        drawing = engine
         if not adapters:
-            engine = WholeModels([engine, *(self._experiment.make_engine() for _ in range(players - 1))])
+            drawing = WholeModels([engine, *(self._experiment.make_engine() for _ in range(players - 1))])
         base, events = partial(self._base_params, engine.cfg.mesh), EventLog(self._run.events_path)
-        return PoliciesWorker(name, engine, policies, controller, base, events, began=began, frozen=frozen)
+        return PoliciesWorker(name, drawing, policies, controller, base, events, began=began, frozen=frozen)
 
     def make_trainer(
         self,

@@ -130,7 +130,7 @@ class PoliciesWorker:
             if lease is None:
                 return
             works: list[LeasedWork] = []
-            with self._failing(lease.policy):  # parts of a policy that has joined are made now
+            with self._failing(lease.policy):  # fault in the parts of a policy that has joined, made now
                 works = works_of(lease, self._policies, self.name)
             self._works |= dict.fromkeys(works, time.monotonic())
             for work in works:
@@ -159,7 +159,7 @@ class PoliciesWorker:
         every, bank = list(self._engine.adapters), self._engine.runner.bank
         loaded = [one for one in every if one.rpartition("@")[0] == seat.policy]
         room = self._held * (1 + self._frozen.get(seat.policy, 0))  # versions loaded at a time
-        full = bank is not None and len(every) >= bank.limits.slots  # of policies that have stopped, too
+        full = bank is not None and len(every) >= bank.limits.slots  # slots of policies that have stopped count, too
         if full or len(loaded) >= room:
             if not (free := [one for one in (loaded if len(loaded) >= room else every) if one not in held]):
                 return False

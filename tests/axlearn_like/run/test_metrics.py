@@ -72,6 +72,16 @@ def test_progress_without_a_terminal_is_plain_lines():
     assert "\x1b" not in stream.getvalue()
 
 
+def test_progress_may_have_more_steps_than_it_began_with():
+    stream, bar = io.StringIO(), Terminal()
+    for shown in (stream, bar):
+        with Progress(3, title="rl", every_seconds=1e9, stream=shown) as progress:
+            progress.update(2)
+            progress.extend(4)
+            progress.update(7)
+    assert stream.getvalue().splitlines()[-1].startswith("rl: step 7 of 7") and "7/7" in bar.getvalue()
+
+
 def test_time_left_does_not_count_start_up_and_compilation(monkeypatch):
     """The demo compiles a second program at its fourth update: the first estimate was ten times the run's time."""
     now, stream = [0.0], io.StringIO()

@@ -68,6 +68,18 @@ def test_a_watch_shows_a_line_for_each_policy_and_those_that_come(several: Path)
     assert "new" in shown(follower.read(), width=160)
 
 
+def test_a_policy_that_was_stopped_is_shown_so_though_the_run_goes_on(several: Path):
+    held(several)
+    path = several / "policies" / "lr=1e-4"
+    held(path)
+    assert line(load_run(path)).startswith("lr=1e-4: running")
+    EventLog(path / "events.jsonl").append("trainer", "train_begin")
+    EventLog(path / "events.jsonl").append("trainer", "train_end", step=20, reason="stop requested")
+    assert line(load_run(path)).startswith("lr=1e-4: stopped")
+    EventLog(path / "events.jsonl").append("trainer", "train_begin")
+    assert line(load_run(path)).startswith("lr=1e-4: running")
+
+
 def test_runs_lists_the_whole_and_its_policies(several: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["runs", str(several.parent)]) == 0
     out = capsys.readouterr().out

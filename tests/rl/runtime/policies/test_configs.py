@@ -13,8 +13,8 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.objective import presets
-from rl.runtime.policies.configs import MOST_POLICIES, check_policies, policy_configs
-from tests.rl.runtime.policies.tiny_policies import tiny_policies
+from rl.runtime.policies.configs import MOST_POLICIES, check_policies, policy_configs, slots_of
+from tests.rl.runtime.policies.tiny_policies import tiny_policies, tiny_wholes
 from tests.rl.tiny import tiny_experiment, tiny_tasks
 
 TWO: dict[str, dict[str, Any]] = {"b": {"learner.schedule.lr": "3e-4", "num_steps": 2}, "a": {"seed": 1}}
@@ -168,3 +168,13 @@ def test_a_warm_start_is_refused():
 def test_what_an_edit_reaches_outside_of_the_run_is_known_before_it_is_built():
     cfg = tiny_policies({"x": {"start_from.path": "gs://bucket/run"}}, start_from=StartFrom.Config(path="here"))
     assert reach(cfg)["gs://bucket/run"] == "policies"
+
+
+def test_room_for_policies_that_join_is_of_adapters_and_has_a_limit():
+    assert slots_of(tiny_policies({"a": {}, "b": {}})) == 2
+    assert slots_of(tiny_policies({"a": {}}, policy_slots=4)) == 4
+    for slots in (0, 257):
+        with pytest.raises(ConfigError, match=r"policy_slots: expected 1 to 256, or None"):
+            policy_configs(tiny_policies({"a": {}}, policy_slots=slots))
+    with pytest.raises(ConfigError, match=r"policy_slots: expected None with whole models"):
+        check_policies(tiny_wholes({"a": {}}, policy_slots=4), "inprocess")

@@ -200,8 +200,7 @@ def fleet(path: Path, cfg: RLExperiment.Config) -> Iterator[Fleet]:
         roles = PolicyRoles(experiment, whole)
         controllers, servers = roles.make_controller(), roles.make_parameter_server()
         weights = {name: connect_local(servers.of(name)) for name in roles.names}
-        batches = {name: controllers.of(name) for name in roles.names}
-        with roles.make_trainer(controllers, batches, weights) as trainer:
+        with roles.make_trainer(controllers, controllers.of, weights) as trainer:
             trainer.start()
             yield Fleet(experiment, roles, controllers, weights, trainer)
 

@@ -80,7 +80,7 @@ def test_roles_that_are_killed_cost_no_policy_a_bit(roles: list[str], whole: boo
 def test_a_policy_that_joins_while_others_train_outlives_every_role_to_the_bit(
     roles: list[str], tmp_path: Path
 ) -> None:
-    """Its name sorts before the others', so that a role that starts again finds them in another order."""
+    """A name that sorts before the others, so that a role that starts again finds them in another order."""
     joining = {"added": {"seed": "9", "num_steps": "6"}}
     run_with_ray(tmp_path / "joined", fleet().set(policy_slots=3), roles, joining)
     assert [row["policy"] for row in events(tmp_path / "joined", "policy_admitted")] == ["added"]
