@@ -97,18 +97,13 @@ def _ended(run: Run) -> dict[str, str]:
     """Return how policies have ended that were stopped, or have failed since they or the run were last begun."""
     found: dict[str, str] = {}
     for row in run.events:
-        name = str(row.get("policy"))
-        match row.get("event"):
-            case "session":
-                found = {name: how for name, how in found.items() if how == _STOPPED}
-            case "policy_failed":
-                found[name] = f", failed: {row.get('why')}"
-            case "policy_stopped":
-                found[name] = _STOPPED
-            case "policy_admitted":
-                found.pop(name, None)
-            case _:
-                pass
+        name, event = str(row.get("policy")), row.get("event")
+        if event in ("policy_failed", "policy_stopped"):
+            found[name] = _STOPPED if event == "policy_stopped" else f", failed: {row.get('why')}"
+        elif event == "policy_admitted":
+            found.pop(name, None)
+        elif event == "session":
+            found = {name: how for name, how in found.items() if how == _STOPPED}
     return found
 
 

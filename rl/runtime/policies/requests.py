@@ -1,5 +1,6 @@
 """Requests for changes of the policies of a run: what cannot be is refused, the rest is written for the run."""
 
+from collections.abc import Sequence
 from typing import Literal, cast
 
 from axlearn_like.config import ConfigError, from_text, to_text
@@ -16,6 +17,29 @@ from rl.training.warm_start import latest_step
 
 State = Literal["trains", "stopped", "failed", "done"]
 _AT_NEXT = "the next `axl rl` of this run"
+
+
+def request_change(kind: Literal["add", "stop", "resume"], run: RunDirectory, name: str, sets: Sequence[str]) -> str:
+    """Ask for a change as the command line says it; returns a sentence that says when it comes.
+
+    Args:
+        kind: what to do with the policy.
+        run: the run directory of the whole.
+        name: name of the policy.
+        sets: edits of one that is added, such as "seed=1".
+
+    Raises:
+        UserError: see `add_policy`, `stop_policy` and `resume_policy`; or an edit has no path, or a path comes twice.
+    """
+    if kind != "add":
+        return (stop_policy if kind == "stop" else resume_policy)(run, name)
+    edits: dict[str, str] = {}
+    for text in sets:
+        path, equals, value = (part.strip() for part in text.partition("="))
+        if not path or not equals or path in edits:
+            raise UserError(f"--set {text!r}: expected PATH=VALUE, and each path once")
+        edits[path] = value
+    return add_policy(run, name, edits)
 
 
 def add_policy(run: RunDirectory, name: str, edits: dict[str, str]) -> str:
