@@ -1,7 +1,7 @@
 """Durations of a run whose roles shared the cores of one host: those with which its simulation takes as long as it did.
 
 An event's seconds have the waits for others' cores in them, so they are no durations. CPU seconds have not, so what the
-log has of them is taken as it is. The run itself is simulated, and each other duration is scaled by what its events took
+log has of them is right as it is. The run is simulated, and each other duration is scaled by what its events took
 over what they take there, until they agree. The time of an update that nothing explains is other processes' work.
 """
 
