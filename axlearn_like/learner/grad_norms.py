@@ -1,6 +1,6 @@
 """Norms of the gradient, of all parameters and of each group of layers, from one pass over it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +34,11 @@ def grad_norms(grads: Any, frozen: Collection[str] = ()) -> dict[str, jax.Array]
         grads: nested gradients, of any float type.
         frozen: paths of parameters that are not trained, whose gradients are zero.
     """
+    return norms_of(grad_squares(grads, frozen))
+
+
+def grad_squares(grads: Any, frozen: Collection[str] = ()) -> dict[str, jax.Array]:
+    """Return the squares of `grad_norms`: those of parts of the parameters can be added up."""
     total: Any = 0
     squares: dict[str, Any] = {}
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
@@ -42,5 +47,9 @@ def grad_norms(grads: Any, frozen: Collection[str] = ()) -> dict[str, jax.Array]
         if (name := path_name(path)) not in frozen:
             group = layer_group(name, grad.ndim)
             squares[group] = squares.get(group, 0) + square
-    by_group = {f"grad_norm/{group}": jnp.sqrt(squares[group]) for group in sorted(squares)}
-    return {"grad_norm": jnp.sqrt(total), **by_group}
+    return {"grad_norm": total, **{f"grad_norm/{group}": squares[group] for group in sorted(squares)}}
+
+
+def norms_of(squares: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the norms of such squares."""
+    return {name: jnp.sqrt(square) for name, square in squares.items()}

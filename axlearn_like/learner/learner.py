@@ -61,7 +61,7 @@ class Learner(Configurable):
     def __init__(self, cfg: Config):
         self._balance_rate = cfg.balance_rate
         self._schedule: Schedule = cfg.schedule.build()
-        self._where = path_of(cfg)
+        self._where, self._clip_norm = path_of(cfg), cfg.clip_norm
         groups = tuple(group.build() for group in cfg.groups)
         self._groups = Groups(groups, cfg.optimizer) if groups else None
         direction = self._groups.transformation if self._groups else cfg.optimizer.build().transformation()
@@ -88,13 +88,14 @@ class Learner(Configurable):
         return {**state, "spikes": self._spikes.init()} if self._spikes else state
 
     def update(
-        self, grads: Any, opt_state: dict[str, Any], params: Any
+        self, grads: Any, opt_state: dict[str, Any], params: Any, *, norms: Mapping[str, jax.Array] | None = None
     ) -> tuple[Any, dict[str, Any], dict[str, jax.Array]]:
         """Return the result of one update.
 
         Args:
             grads: like `params`, of any float type.
             opt_state: from `init` or the previous `update`.
+            norms: `grad_norms` of all parameters, of which `params` are a part; None: they are all.
 
         Returns:
             New parameters, new optimizer state, and float32 metrics: `grad_norm` (before clipping, without frozen
@@ -105,7 +106,11 @@ class Learner(Configurable):
         loads, grads = grads, without_loads(grads)
         if self._groups:
             grads = self._groups.without_frozen(grads)
-        norms = grad_norms(grads, self.frozen(grads))
+        if norms is None:
+            norms = grad_norms(grads, self.frozen(grads))
+        elif self._clip_norm is not None:  # then the part's own clipping finds a norm that is small enough
+            scale = jnp.minimum(1.0, self._clip_norm / norms["grad_norm"])
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         good = jnp.isfinite(norms["grad_norm"])
         small: dict[str, Any] = {}
         if self._spikes:

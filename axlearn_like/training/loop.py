@@ -64,6 +64,7 @@ class TrainingLoop:
     profiler: Profiler
     sdc_check: SDCCheck | None
     reached: Callable[..., bool]  # (metrics rows, before=step): what the run is for, before `num_steps`
+    seen: Callable[[State], State]  # the state as evaluators take it
     beat: Callable[[int], None]  # reports a completed step, evaluation or save to the watchdog
     _scalars: dict[str, float] | None = None  # scalars of the last update's evaluation, if there was one
 
@@ -146,10 +147,11 @@ class TrainingLoop:
         jax.block_until_ready(self.log.pending)  # the rest of the step is not the evaluation's time
         scalars: dict[str, float] = {}
         with self.clock.spending("evaluation"):
+            state = self.seen(self.state)
             for evaluator in due:
-                params = self.state["params"]
+                params = state["params"]
                 if evaluator.averaged:
-                    params = self.averaged(params, self.state["opt_state"])
+                    params = self.averaged(params, state["opt_state"])
                 scalars |= evaluator.run(params, self.step)
                 self.beat(self.step)
         self.log.extend(self.step, scalars)

@@ -41,6 +41,7 @@ from axlearn_like.training.opening import print_account
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.step import AccumulatedStep, HeldStep, State, init_state
 from axlearn_like.training.updates.minibatches import MinibatchStep
+from axlearn_like.training.updates.zebra.step import ZebraStep
 from mesh.devices import compilers
 from mesh.distributed import ProcessGroup
 from mesh.rules import AxisRules, check_rules
@@ -134,6 +135,7 @@ class Session(contextlib.ExitStack):
         params: Callable[[Any], Any] | None = None,
         also: State | None = None,
         held: Held | None = None,
+        begin: Callable[[Any], State] | None = None,
     ) -> tuple[State, int, dict[str, Any] | None]:
         """Return state, step and extras of the newest checkpoint; without one a new state, 0 and None.
 
@@ -142,6 +144,7 @@ class Session(contextlib.ExitStack):
             params: maps abstract parameters to the initial ones; None: they are initialised from `seed`.
             also: further described arrays of a checkpoint.
             held: the frozen parameters, if they are there already: the state has them as they are.
+            begin: makes the first state of parameters; None: one program does.
         """
         frozen = learner.frozen(program.state["params"])
         self.tiers.freeze(frozen, held)
@@ -163,6 +166,8 @@ class Session(contextlib.ExitStack):
             state = jax.jit(adopt, out_shardings=state, donate_argnums=0)(first, held.params)
             return {**state, "params": merged(held.params, state["params"])}, 0, None
         params = params or partial(first_params, program.init, seed)
+        if begin is not None:
+            return begin(params(program.state["params"])), 0, None
         begin = jax.jit(lambda params: init_state(params, learner), out_shardings=shardings, donate_argnums=0)
         return begin(params(program.state["params"])), 0, None
 
@@ -188,11 +193,12 @@ class Session(contextlib.ExitStack):
         cfg = self._cfg
         self.events.append("trainer", "train_begin", step=step, began=round(self.clock.began, 3), **compilers())
         self.clock.start(step)
+        seen = program.step.gathered if isinstance(program.step, ZebraStep) else lambda state: state
         evaluators = [evaluator.build(graphdef=program.graphdef, loss=loss) for evaluator in cfg.evaluators]
         for evaluator in evaluators if step == 0 else ():
             if getattr(evaluator, "before", False):
                 with self.clock.spending("evaluation"), span(self.events, "trainer", "evaluated_before") as fields:
-                    fields.update(evaluator.run(state["params"], 0))
+                    fields.update(evaluator.run(seen(state)["params"], 0))
                 self._beat(0)
         rows_kept = cfg.early_stopping.rows + 1 if cfg.early_stopping else 1
         return TrainingLoop(
@@ -211,6 +217,7 @@ class Session(contextlib.ExitStack):
             sdc_check=cfg.sdc_check.build(mesh=self._mesh) if cfg.sdc_check else None,
             reached=self._reached(),
             beat=self._beat,
+            seen=seen,
         )
 
     def end(self, step: int, reason: str, *, show: bool = False) -> None:
@@ -229,7 +236,7 @@ class Session(contextlib.ExitStack):
 
     def guarded(self, step: Any, allowed: int = 1) -> Any:
         """Return the step as programs that are compiled for so many shapes of batches and no more."""
-        if isinstance(step, ElasticStep):
+        if isinstance(step, ElasticStep | ZebraStep):
             return step
         if isinstance(step, MinibatchStep | ScoredStep):
             step.step = self.guarded(step.step, allowed)

@@ -74,7 +74,7 @@ def make_train_step(
         zeros = _zeros(learner, params)
         numbers = None if dropout is None else jnp.arange(microbatches)
         grads, metrics = jax.lax.scan(accumulate, zeros, (numbers, sliced))
-        return grads, {name: _combined(name, values) for name, values in metrics.items()}
+        return grads, {name: combined(name, values) for name, values in metrics.items()}
 
     def step(state: State, batch: Any) -> tuple[State, Metrics]:
         grads, metrics = gradients(learner.trained(state), batch, state["step"])
@@ -112,7 +112,7 @@ class AccumulatedStep:
             added = {
                 "grads": jax.tree.map(lambda t, g: t + g.astype(t.dtype), sums["grads"], grads),
                 "metrics": {
-                    name: _combined(name, jnp.stack([sums["metrics"][name], value])) for name, value in metrics.items()
+                    name: combined(name, jnp.stack([sums["metrics"][name], value])) for name, value in metrics.items()
                 },
             }
             return added, {}
@@ -219,10 +219,11 @@ def _parted(learner: Learner, params: Any) -> tuple[Any, Any]:
 
 def _zeros(learner: Learner, params: Any) -> Any:
     """Return float32 zeros in the place of the parameters that are not frozen, to sum gradients in."""
-    return jax.tree.map(_zeros_like, _parted(learner, params)[0])
+    return jax.tree.map(zeros_like, _parted(learner, params)[0])
 
 
-def _zeros_like(x: jax.Array) -> jax.Array:
+def zeros_like(x: jax.Array) -> jax.Array:
+    """Return float32 zeros in the shape of x, sharded as it is, to sum in."""
     return jnp.zeros_like(x, dtype=jnp.float32)
 
 
@@ -241,12 +242,12 @@ def _sliced(batch: Any, count: int) -> tuple[list[jax.Array | None], Callable[[l
 def _updated(learner: Learner, state: State, grads: Any, metrics: Metrics) -> tuple[State, Metrics]:
     """Return the state after the learner's update by these gradients, and all metrics."""
     if held := _parted(learner, learner.trained(state))[1]:
-        grads = merged(jax.tree.map(_zeros_like, held), grads)
+        grads = merged(jax.tree.map(zeros_like, held), grads)
     parts, learned = learner.next_state(state, grads)
     return {"step": state["step"] + 1, **parts}, {**metrics, **learned}
 
 
-def _combined(name: str, values: jax.Array) -> jax.Array:
+def combined(name: str, values: jax.Array) -> jax.Array:
     """Return one metric over the microbatches: the largest for names that end in `_max`, else the sum."""
     return jnp.max(values, axis=0) if name.endswith("_max") else jnp.sum(values, axis=0, dtype=values.dtype)
 

@@ -1,6 +1,6 @@
 """Updates of supervised training: batches of an input, and what follows them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from axlearn_like.input import SupervisedInput
@@ -22,6 +22,7 @@ class SupervisedUpdates:
         self.whole = False  # batches stay in host memory, for a step that shards parts of them
         self.reference: Reference | None = None
         self.replicas: Replicas | None = None
+        self.saved_as: Callable[[State], State] = lambda state: state  # the state as checkpoints have it
 
     def next(self, step: int, state: State, timeout: float) -> Any:
         """Return the next batch, sharded if it is not to be whole."""
@@ -46,7 +47,7 @@ class SupervisedUpdates:
         """Return the state, with what a reference holds, the input's position, and the plan of replicas."""
         held = {} if self.reference is None else self.reference.saved()
         plan = {} if self.replicas is None else {"replicas": self.replicas.state()}
-        return {**state, **held}, {"input": self._data.state(), **plan}
+        return {**self.saved_as(state), **held}, {"input": self._data.state(), **plan}
 
     def restore(self, extras: Mapping[str, Any]) -> None:
         """Go to the input's position of a checkpoint, and to its plan."""

@@ -45,6 +45,8 @@ from axlearn_like.training.replicas import Replicas
 from axlearn_like.training.session import Session, TrainingConfig
 from axlearn_like.training.step import AccumulatedStep
 from axlearn_like.training.supervised_updates import SupervisedUpdates
+from axlearn_like.training.updates.zebra.step import ZebraStep
+from axlearn_like.training.updates.zebra.zebra import Zebra, first_by_group
 from mesh import make_mesh
 from mesh.batches import local_rows
 from mesh.cost.program import Programs
@@ -87,6 +89,7 @@ class Trainer(Configurable):
         start_from: StartFrom.Config | None = None  # parameters of another run; None: initialised from `seed`
         replicas: Replicas.Config | None = None  # copies of popular experts, on a mesh with an axis expert; None: none
         elastic: Elastic.Config | None = None  # processes that come and go, each with a mesh of its own; None: none do
+        zebra: Zebra.Config | None = None  # experts on devices of their own; None: on those of `mesh`, as all else
 
         @property
         def first_params(self) -> StartFrom.Config | None:
@@ -109,9 +112,19 @@ class Trainer(Configurable):
                 self.require("replicas", not self.loss.scores, "None with a loss that scores batches by other policies")
             if self.elastic is not None:
                 self.elastic.check_trainer(self, drops_out(self.model))
+            if self.zebra is not None:
+                self.zebra.check_trainer(self)
 
         def check_sizes(self, devices: Sequence[Any] | None = None) -> Mesh:
-            """Return the mesh of these devices, or of this process's, if rows divide over it (UserError)."""
+            """Return the mesh of these devices, or of this process's, if rows divide over it (UserError).
+
+            With `zebra` that of attention's devices.
+            """
+            if self.zebra is not None:
+                self.zebra.check_trainer(self)
+                meshes = self.zebra.divide(self.mesh, devices)
+                self.zebra.settled(self, meshes)
+                return meshes[0]
             mesh = make_mesh(self.mesh, devices, slices=self.slices)
             with use_rules(self.axis_rules):
                 check_rows(self.input, mesh, self.microbatches if self.elastic is None else self.elastic.parts)
@@ -119,6 +132,8 @@ class Trainer(Configurable):
 
         def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
             """Return the train step on a mesh; the learner is built unless it is given."""
+            if self.zebra is not None:
+                return self.zebra.program(self, mesh, learner or self.learner.build())
             settings: dict[str, Any] = {
                 "microbatches": self.microbatches,
                 "compiler_options": self.compiler_options,
@@ -157,6 +172,7 @@ class Trainer(Configurable):
 
         def programs(self, devices: Sequence[Any]) -> Programs:
             """Describe what the trainer can run on these devices: train and eval."""
+            self.require("zebra", self.zebra is None, "None, to compile the step as one program")
             return trainer_programs(self, devices)
 
         def tuning(self) -> Tuning:
@@ -219,6 +235,9 @@ class Trainer(Configurable):
         scoring = self._scoring(program)
         held = {} if scoring is None else scoring.reference.memory(program.state["params"])
         frozen = self._learner.frozen(program.state["params"])
+        if isinstance(program.step, ZebraStep):
+            program.step.check(program.state, cfg.batch(self._mesh))
+            return program
         check_state_fits({**program.state, **held}, self._mesh, frozen)
         jax.eval_shape(program.step, program.state, cfg.batch(self._mesh))  # jax keeps the trace
         return program
@@ -249,7 +268,8 @@ class Trainer(Configurable):
             replace_file(run.resolved_config_path, to_text(self._cfg.resolved()))
         where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints}
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
-            flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if session.peak else None
+            known = session.peak and cfg.zebra is None  # with zebra devices may be of two kinds
+            flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if known else None
             source = SupervisedUpdates(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
             if cfg.replicas is not None:
                 here = {"layout": cfg.routing_layout, "mesh": self._mesh, "events": session.events}
@@ -267,11 +287,19 @@ class Trainer(Configurable):
             reference = None if scoring is None else scoring.reference
             also = None if reference is None else reference.describe(program.state["params"])
             begin: dict[str, Any] = {"seed": cfg.seed, "params": start, "also": also}
+            if cfg.zebra is not None:
+                begin |= {"params": start or first_by_group(program, cfg.seed), "begin": program.step.begin}
             state, step, extras = session.restore_or_start(program, self._learner, **begin)
             if reference is not None:
                 reference.start(state["params"]) if extras is None else reference.restore(state)
             if extras is not None:
                 source.restore(extras)
+            if isinstance(program.step, ZebraStep):
+                state, source.saved_as = program.step.parted(state), program.step.whole
+                told = cfg.zebra.told(cfg, program.step.meshes) if cfg.zebra else {}
+                session.events.append("trainer", "zebra_began", **told)
+                if show and told.get("plan"):
+                    print(f"zebra: {told['plan']}", file=sys.stderr)
             loss = scoring or cfg.loss.build()
             if scoring is not None:
                 program = program._replace(step=ScoredStep(program.step, scoring))

@@ -1,0 +1,41 @@
+"""Arrays from one group of devices to the other, without waiting for them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+
+def transfer[T](tree: T, where: NamedSharding) -> T:
+    """Return arrays on other devices, sharded by rows there too; nothing waits for their values.
+
+    `jax.device_put` between groups of different sizes would fetch the values to the host first.
+    """
+    return jax.tree.map(lambda x: _sent(x, where), tree)
+
+
+def _sent(x: jax.Array, where: NamedSharding) -> jax.Array:
+    if len(x.sharding.device_set) == len(where.device_set) == 1:
+        return jax.device_put(x, where)
+    held = sorted(((_rows(shard.index, x.shape), shard.data) for shard in x.addressable_shards), key=lambda one: one[0])
+    indices = where.addressable_devices_indices_map(x.shape)
+    pieces = [_piece(held, _rows(index, x.shape), device) for device, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(x.shape, where, pieces)
+
+
+def _piece(held: list[tuple[tuple[int, int], jax.Array]], wanted: tuple[int, int], device: Any) -> jax.Array:
+    first, last = wanted
+    found: list[jax.Array] = []
+    for (low, high), data in held:
+        if low <= first < min(high, last):
+            end = min(high, last)
+            part = data if (low, high) == (first, end) else data[first - low : end - low]
+            found.append(jax.device_put(part, device))
+            first = end
+    return found[0] if len(found) == 1 else jnp.concatenate(found)
+
+
+def _rows(index: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+    first, last, _ = index[0].indices(shape[0])
+    return first, last
