@@ -31,6 +31,7 @@ class SideTimes:
     own: float  # all experts on attention's devices
     sent: float  # bytes of a layer's tokens, in one direction
     bandwidth: float  # bytes/s between the groups, in one direction
+    loss: float = 0.0  # the loss and its backward pass over a whole batch, on attention's devices
     start: float = 0.0  # seconds that a program takes longer, however few its rows
 
 
@@ -40,7 +41,7 @@ class ZebraPlan:
 
     microbatches: int
     moved: tuple[int, ...]  # experts of each layer on attention's devices
-    seconds: float  # seconds of a step's layers
+    seconds: float  # seconds of a step
     alone: float  # seconds of the same on attention's devices alone
     hidden_from: float  # bytes/s from which transfers take no longer than the busier group
     break_even: float | None  # bytes/s from which the step is faster than alone; None: it never is
@@ -61,7 +62,8 @@ def zebra_tasks(microbatches: int, moved: Sequence[int]) -> dict[ZebraTask, tupl
     """Return the tasks of a step, each with those that it waits for; every place computes its own in this order.
 
     All microbatches of a layer before those of the next one, then the loss of each, then the same backwards: no other
-    order ends earlier (the paper's proof swaps neighbours; tests compare with all orders of small cases).
+    order ends earlier, if the loss takes as long as a layer's attention (the paper's proof swaps neighbours; tests
+    compare with all orders of small cases).
     """
     found: dict[ZebraTask, tuple[ZebraTask, ...]] = {}
     every, last = range(microbatches), len(moved) - 1
@@ -101,10 +103,10 @@ def zebra_tasks(microbatches: int, moved: Sequence[int]) -> dict[ZebraTask, tupl
 
 
 def task_seconds(task: ZebraTask, times: SideTimes, microbatches: int, share: float) -> float:
-    """Return how long a task takes; `share`: of the layer's experts, on attention's devices. A loss takes no time."""
+    """Return how long a task takes; `share`: of the layer's experts, on attention's devices."""
     passes = _BACKWARD if task.kind.endswith("backward") else 1.0
     if task.kind == "loss":
-        return 0.0
+        return times.start + times.loss / microbatches
     if task.place in ("out", "back"):
         return times.sent / times.bandwidth / microbatches
     if task.place == "experts":
@@ -125,7 +127,7 @@ def makespan(tasks: Mapping[ZebraTask, Sequence[ZebraTask]], seconds: Mapping[Ze
 
 
 def step_seconds(times: SideTimes, microbatches: int, moved: Sequence[int], num_experts: int) -> float:
-    """Return the seconds of a step's layers."""
+    """Return the seconds of a step, without the update."""
     tasks = zebra_tasks(microbatches, moved)
     shares = [count / num_experts for count in moved]
     return makespan(tasks, {task: task_seconds(task, times, microbatches, shares[task.layer]) for task in tasks})
@@ -170,7 +172,7 @@ def plan_zebra(
     ways = [(count, moved) for count in sorted(choices) for moved in dict.fromkeys(((0,) * layers, assigned))]
     # A step that is shorter by less than a thousandth is not.
     count, moved = min(ways, key=lambda way: (round(math.log(step_seconds(times, *way, num_experts)), 3), way[0]))
-    alone = layers * (1 + _BACKWARD) * (times.attention + times.own)
+    alone = layers * (1 + _BACKWARD) * (times.attention + times.own) + times.loss
     share = sum(moved) / (layers * num_experts)
     busier = max(times.attention + times.own * share, times.experts * (1 - share))
 

@@ -15,14 +15,12 @@ from axlearn_like.layers.moe.placement import make_plan
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.sections import run_sections
 
-SECTIONS = {"plans": 5.0, "engine": 60.0, "training": 90.0, "elastic": 660.0}
+SECTIONS = {"plans": 5.0, "engine": 60.0, "training": 90.0, "zebra": 150.0, "elastic": 660.0}
 _EXPONENT = 1.2  # exponent of Zipf's law
 _FIGURES = ("busiest_to_mean", "plan_s", "identical", "zebra_ratio", "asymmetric_ratio")
 _FIGURES += ("samples_vs_restart", "samples_vs_uniform", "engine_busiest_to_mean", "engine_identical")
 _NOT_MEASURED = {
     "samples_vs_uniform": "members of an elastic trainer hold all experts: there is no placement over members",
-    "zebra_ratio": "no trainer computes attention and experts on two groups of devices",
-    "asymmetric_ratio": "no trainer computes attention and experts on two groups of devices",
 }
 
 
@@ -59,9 +57,15 @@ def _training(quick: bool) -> dict[str, Any]:
     return _elsewhere("training", "curves", 8, "4" if quick else "24")
 
 
-def _elsewhere(section: str, module: str, devices: int, argument: str) -> dict[str, Any]:
-    """Return the figures that a module prints, run with so many devices; or why it could not."""
+def _zebra(quick: bool) -> dict[str, Any]:
+    """Return how much faster a step is whose attention and experts are on two devices of a CPU, of a core each."""
+    return _elsewhere("zebra", "zebra", 2, "2" if quick else "8", xla="--xla_cpu_multi_thread_eigen=false")
+
+
+def _elsewhere(section: str, module: str, devices: int, argument: str, *, xla: str = "") -> dict[str, Any]:
+    """Return the figures that a module prints, run with so many devices and flags of XLA; or why it could not."""
     environ = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {xla}".strip()
     command = [sys.executable, "-m", f"tests.benches.experts.{module}", argument]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -82,6 +86,7 @@ _MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {
     "plans": _plans,
     "engine": _engine,
     "training": _training,
+    "zebra": _zebra,
     "elastic": _elastic,
 }
 

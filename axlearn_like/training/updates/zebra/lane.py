@@ -41,9 +41,9 @@ class ExpertLane:
         self._split, self._meshes, self._rules, self._overlap = split, meshes, rules, overlap
         self._here, self._there = (_by_rows(mesh, rules) for mesh in meshes)
         every = split.num_experts
-        self._local = {one.count: stages(every - one.count, one.count) for one in split.local if one is not None}
+        self.local = {one.count: stages(every - one.count, one.count) for one in split.local if one is not None}
         with use_mesh(meshes[1], rules):
-            self._remote = {one.count: stages(0, one.count) for one in split.remote if one is not None}
+            self.remote = {one.count: stages(0, one.count) for one in split.remote if one is not None}
         self._zeros: Any = jax.jit(lambda stacks: jax.tree.map(zeros_like, stacks))
         self._most: Any = jax.jit(lambda rounds: jnp.max(jnp.stack(rounds)))
         self._thread = ThreadPoolExecutor(1, "experts")
@@ -59,7 +59,7 @@ class ExpertLane:
         """Trace the programs of experts' devices for described stacks, and what is sent to them."""
         there: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._there), sent)
         with use_mesh(self._meshes[1], self._rules):
-            for count, stage in self._remote.items():
+            for count, stage in self.remote.items():
                 jax.eval_shape(stage.compute, stacks[str(count)], np.int32(0), there)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
@@ -81,6 +81,7 @@ class ExpertLane:
     def begin(self, here: Any, there: Any) -> None:
         """Begin an update with the stacks of experts that each group has."""
         self._local_stacks, self._stacks, self._rounds = here, there, []
+        self._jobs, self._sent = {}, {}
         self._local_grads = self._zeros(here)
         self._grads = self.submit(self._zeros, there).result()
 
@@ -89,7 +90,6 @@ class ExpertLane:
         rounds = self.submit(self._most, self._rounds).result()
         here, there = self._local_grads, self._grads
         self._local_stacks = self._stacks = self._local_grads = self._grads = None
-        self._jobs.clear()
         return here, there, rounds
 
     def forward(self, layer: int, number: int, sent: Sent) -> None:
@@ -100,7 +100,7 @@ class ExpertLane:
             share = self._split.remote[layer]
             assert share is not None, "a layer has an expert there"
             stack = self._stacks[str(share.count)]
-            y, rounds = self._remote[share.count].compute(stack, np.int32(share.at), there)
+            y, rounds = self.remote[share.count].compute(stack, np.int32(share.at), there)
             self._rounds.append(rounds)
             return transfer(y, self._here)
 
@@ -118,9 +118,7 @@ class ExpertLane:
             assert share is not None
             key, sent = str(share.count), self._sent.pop((layer, number))
             given = np.int32(share.at), sent, transfer(g, self._there)
-            found, self._grads[key] = self._remote[share.count].compute_back(
-                self._stacks[key], *given, self._grads[key]
-            )
+            found, self._grads[key] = self.remote[share.count].compute_back(self._stacks[key], *given, self._grads[key])
             return transfer(found, self._here)
 
         self._jobs[layer, number] = self.submit(run)
@@ -135,7 +133,7 @@ class ExpertLane:
         if share is None:
             return []
         stack = self._local_stacks[str(share.count)]
-        return [self.waited(self._local[share.count].compute(stack, np.int32(share.at), sent))[0]]
+        return [self.waited(self.local[share.count].compute(stack, np.int32(share.at), sent))[0]]
 
     def backward_here(self, layer: int, sent: Sent, g: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Return the gradients of inputs and of weights by those experts, if there are any."""
@@ -143,7 +141,7 @@ class ExpertLane:
         if share is None:
             return []
         key, grads = str(share.count), self._local_grads
-        back = self._local[share.count].compute_back
+        back = self.local[share.count].compute_back
         found, grads[key] = self.waited(back(self._local_stacks[key], np.int32(share.at), sent, g, grads[key]))
         return [found]
 

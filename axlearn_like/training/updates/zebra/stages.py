@@ -93,7 +93,8 @@ class AttentionStages:
 
     def _embed_back(self, rest: Any, batch: Any, g: jax.Array, grads: Any) -> Any:
         top, layers = _top(rest)
-        return _added(grads, jax.vjp(lambda top: self._embed({**top, **layers}, batch), top)[1](g)[0])
+        x, back = jax.vjp(lambda top: self._embed({**top, **layers}, batch), top)
+        return _added(grads, back(_sharded_as(g, x))[0])
 
     def _attend(self, rest: Any, layer: jax.Array, parts: Sequence[jax.Array], batch: Any) -> Attended:
         x = _total(parts)
@@ -105,7 +106,7 @@ class AttentionStages:
         block.feed_forward.experts = HandOver(lambda *rows: given.extend(rows))
         residual, _, aux = block(x, _context(batch), None)
         rows, experts, weights = given
-        sent = Sent(*(constrain(part, "batch", None, None) for part in (rows, weights, experts)))
+        sent = Sent(*map(_by_rows, (rows, weights, experts)))
         return Attended(x, residual, sent, Aux(aux.losses, aux.metrics))
 
     def _attend_back(
@@ -124,10 +125,10 @@ class AttentionStages:
             done = self._attended(params, x, batch)
             return done.residual, done.sent.x, done.sent.weights, done.aux.losses
 
-        _, back = jax.vjp(run, _entry(rest["layers"], layer), x)
+        done, back = jax.vjp(run, _entry(rest["layers"], layer), x)
         of_x, of_weights = (_total(each) for each in zip(*sent, strict=True))
-        of_layer, of_input = back((g, of_x, of_weights, _entry(losses, layer)))
-        return of_input, {**grads, "layers": add_entry(grads["layers"], layer, of_layer)}
+        of_layer, of_input = back((_sharded_as(g, done[0]), of_x, of_weights, _entry(losses, layer)))
+        return _by_rows(of_input), {**grads, "layers": add_entry(grads["layers"], layer, of_layer)}
 
     def _finish(self, rest: Any, parts: Sequence[jax.Array], aux: Sequence[Aux], batch: Any, grads: Any) -> Any:
         """Return metrics, gradients of the last layer's output and of the layers' own losses, and the sums."""
@@ -141,7 +142,7 @@ class AttentionStages:
 
         found = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)(top, _total(parts), stacked.losses)
         (_, metrics), (of_top, of_x, of_losses) = found
-        return metrics, of_x, of_losses, _added(grads, of_top)
+        return metrics, _by_rows(of_x), of_losses, _added(grads, of_top)
 
 
 class ExpertStages:
@@ -162,7 +163,7 @@ class ExpertStages:
         own = sent.experts - self._first
         chosen = jnp.where((own >= 0) & (own < self._count), own, self._count)  # others are as padding here
         y, rounds = bind(self._graphdef, params)(sent.x, chosen, sent.weights)
-        return constrain(y, "batch", None, None), rounds
+        return _by_rows(y), rounds
 
     def _compute_back(self, stack: Any, at: jax.Array, sent: Sent, g: jax.Array, grads: Any) -> tuple[Any, Any]:
         """Return the gradients of `sent.x` and `sent.weights`, and the sums with those of the matrices."""
@@ -215,5 +216,13 @@ def _entry(stack: Any, index: jax.Array) -> Any:
 def _total(parts: Sequence[jax.Array]) -> jax.Array:
     """Return the sum of arrays, sharded as the first one is."""
     first, *others = parts
-    spec = jax.typeof(first).sharding.spec
-    return sum((jax.sharding.reshard(part, spec) for part in others), first)
+    return sum((_sharded_as(part, first) for part in others), first)
+
+
+def _sharded_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    return jax.sharding.reshard(x, jax.typeof(other).sharding.spec)
+
+
+def _by_rows(x: jax.Array) -> jax.Array:
+    """Return [batch, length, ...] sharded by rows alone, as arrays travel."""
+    return constrain(x, "batch", None, None)

@@ -44,7 +44,7 @@ class ZebraStep:
         rules: AxisRules,
     ):
         """Take the programs of each group, and what divides the state between them."""
-        self._attention, self._lane, self._learner = attention, lane, learner
+        self.attention, self.lane, self._learner = attention, lane, learner
         self.meshes, self._split, self._rules = meshes, split, rules
         self._update: Any = jax.jit(self._updated, donate_argnums=0)
         self._squares: Any = jax.jit(lambda grads: grad_squares(without_loads(grads)))
@@ -88,14 +88,14 @@ class ZebraStep:
 
     def check(self, state: State, batch: Any) -> None:
         """Trace the programs for a described state in the usual form (UserError: it does not fit, or they do not)."""
-        parted, stages = self.parted(state), self._attention
+        parted, stages = self.parted(state), self.attention
         for name, mesh in zip((_ATTENTION, EXPERTS), self.meshes, strict=True):
             check_state_fits(parted[name], mesh)
         rest, experts = parted[_ATTENTION]["params"][REST], parted[EXPERTS]["params"][EXPERTS]
         one = jax.eval_shape(stages.slices, batch)[0]
         x = jax.eval_shape(stages.embed, rest, one)
         done = jax.eval_shape(stages.attend, rest, np.int32(0), (x,), one)
-        self._lane.check(experts, done.sent)
+        self.lane.check(experts, done.sent)
         aux = [done.aux] * len(self._split.moved)
         jax.eval_shape(stages.finish, rest, (x,), aux, one, jax.eval_shape(stages.zeros, rest))
 
@@ -103,7 +103,7 @@ class ZebraStep:
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return the state after the update, and metrics."""
-        lane, attention, experts = self._lane, state[_ATTENTION], state[EXPERTS]
+        lane, attention, experts = self.lane, state[_ATTENTION], state[EXPERTS]
         (here, there), found = self.gradients(state, batch)
         squares = [self._squares(here), _everywhere(lane.submit(self._squares, there).result(), self.meshes[0])]
         norms = self._norms(squares)
@@ -116,7 +116,7 @@ class ZebraStep:
 
     def gradients(self, state: State, batch: Any) -> tuple[tuple[Any, Any], Metrics]:
         """Return the gradients of both parts, float32, like their parameters, and the metrics of the loss."""
-        stages, lane, params = self._attention, self._lane, state[_ATTENTION]["params"]
+        stages, lane, params = self.attention, self.lane, state[_ATTENTION]["params"]
         rest, grads, batches = params[REST], stages.zeros(params[REST]), stages.slices(batch)
         lane.begin(params[EXPERTS], state[EXPERTS]["params"][EXPERTS])
         kept, parts = self._forward(rest, batches)
@@ -144,7 +144,7 @@ class ZebraStep:
 
     def _forward(self, rest: Any, batches: list[Any]) -> tuple[list[list[Attended]], list[tuple[jax.Array, ...]]]:
         """Return what each layer keeps of each microbatch, and the parts of the last one's output."""
-        stages, lane = self._attention, self._lane
+        stages, lane = self.attention, self.lane
         parts: list[tuple[jax.Array, ...]] = [(lane.waited(stages.embed(rest, one)),) for one in batches]
         kept: list[list[Attended]] = []
         for layer in range(len(self._split.moved)):

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 
 def transfer[T](tree: T, where: NamedSharding) -> T:
@@ -12,12 +13,14 @@ def transfer[T](tree: T, where: NamedSharding) -> T:
 
     `jax.device_put` between groups of different sizes would fetch the values to the host first.
     """
-    return jax.tree.map(lambda x: _sent(x, where), tree)
+    with jax.set_mesh(Mesh(np.empty((), object), ())):  # pieces are on one device each
+        return jax.tree.map(lambda x: _sent(x, where), tree)
 
 
 def _sent(x: jax.Array, where: NamedSharding) -> jax.Array:
     if len(x.sharding.device_set) == len(where.device_set) == 1:
         return jax.device_put(x, where)
+    assert all(shard.data.shape[1:] == x.shape[1:] for shard in x.addressable_shards), "sharded by rows alone"
     held = sorted(((_rows(shard.index, x.shape), shard.data) for shard in x.addressable_shards), key=lambda one: one[0])
     indices = where.addressable_devices_indices_map(x.shape)
     pieces = [_piece(held, _rows(index, x.shape), device) for device, index in indices.items()]

@@ -35,6 +35,7 @@ class ZebraTimes(Configurable):
         experts_s: float = REQUIRED  # all experts on experts' devices
         own_s: float = REQUIRED  # all experts on attention's devices
         bandwidth: float = REQUIRED  # bytes/s between the groups, in each direction
+        loss_s: float = 0.0  # the loss and its backward pass, on attention's devices
         start_s: float = 0.0  # seconds that a program takes longer, however few its rows
         most: int | None = None  # experts of all layers that attention's devices have memory for; None: no limit
 
@@ -42,7 +43,7 @@ class ZebraTimes(Configurable):
         def check_fields(self) -> None:
             for field in ("attention_s", "experts_s", "own_s", "bandwidth"):
                 self.require(field, getattr(self, field) > 0, "above 0")
-            self.require_least(0, "start_s", "most")
+            self.require_least(0, "loss_s", "start_s", "most")
 
     def __init__(self, cfg: Config):
         self._cfg = cfg
@@ -50,7 +51,8 @@ class ZebraTimes(Configurable):
     def plan(self, sent: float, layers: int, num_experts: int, choices: Sequence[int], chunk: int) -> ZebraPlan:
         """Return the plan where a layer sends so many bytes in one direction; others: see `plan_zebra`."""
         cfg = self._cfg
-        times = SideTimes(cfg.attention_s, cfg.experts_s, cfg.own_s, sent, cfg.bandwidth, cfg.start_s)
+        both = cfg.attention_s, cfg.experts_s, cfg.own_s
+        times = SideTimes(*both, sent, cfg.bandwidth, cfg.loss_s, cfg.start_s)
         return plan_zebra(times, layers, num_experts, choices, chunk=chunk, most=cfg.most)
 
 

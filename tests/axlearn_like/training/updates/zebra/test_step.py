@@ -103,12 +103,13 @@ def _parts(found: Any, state: Any) -> dict[str, Any]:
 
 
 def check(told: dict[str, Any]) -> None:
-    assert within(told["gradients"], 3e-6)
-    assert within(told["metrics"], 3e-6) and told["clipped"]
-    assert within(told["moments"], 3e-6) and within(told["params"], 2e-3)
+    assert within(told["gradients"], 1e-5)  # of the largest of an array: sums of float32 in another order
+    assert within(told["metrics"], 1e-5) and told["clipped"]
+    assert within(told["moments"], 1e-5) and within(told["params"], 2e-3)
     assert told["router"] > 1e-4  # in "plain" by the weights of experts' outputs alone
 
 
+@pytest.mark.slow
 @pytest.mark.numerics
 def test_gradients_and_update_are_those_of_one_mesh():
     check(elsewhere(compare, "losses", {}, {"expert": 1}, 2, [1, 0], environ=QUICK))
@@ -116,23 +117,21 @@ def test_gradients_and_update_are_those_of_one_mesh():
 
 @pytest.mark.full
 @pytest.mark.numerics
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("moved", [[0], [1], [2, 1]])
+@pytest.mark.parametrize(("count", "moved"), [(1, [1]), (2, [0]), (4, [2, 1])])
 def test_microbatches_change_no_gradient(count: int, moved: list[int]):
     check(elsewhere(compare, "plain", {}, {"expert": 1}, count, moved, environ=QUICK))
 
 
 @pytest.mark.full
 @pytest.mark.numerics
-@pytest.mark.parametrize("kind", ["shared", "sigmoid"])
 @pytest.mark.parametrize(
-    ("mesh", "experts", "moved"),
+    ("kind", "mesh", "experts", "moved"),
     [
-        ({}, {"expert": 2}, [2, 0]),
-        ({"data": 2}, {"expert": 2}, [0]),
-        ({"fsdp": 2}, {"expert": 1}, [1]),
-        ({"tensor": 2}, {"data": 2}, [1]),
-        ({"expert": 2}, {"tensor": 2}, [2]),
+        ("shared", {}, {"expert": 2}, [2, 0]),
+        ("sigmoid", {"data": 2}, {"expert": 2}, [0]),
+        ("losses", {"fsdp": 2}, {"expert": 1}, [1]),
+        ("shared", {"tensor": 2}, {"data": 2}, [1]),
+        ("sigmoid", {"expert": 2}, {"tensor": 2}, [2]),
     ],
 )
 def test_groups_of_other_sizes_and_axes(kind: str, mesh: dict[str, int], experts: dict[str, int], moved: list[int]):
