@@ -108,7 +108,7 @@ class Learner(Configurable):
             grads = self._groups.without_frozen(grads)
         if norms is None:
             norms = grad_norms(grads, self.frozen(grads))
-        elif self._clip_norm is not None:  # then the part's own clipping finds a norm that is small enough
+        elif self._clip_norm is not None:  # no second clipping by the part's own norm, which is smaller
             scale = jnp.minimum(1.0, self._clip_norm / norms["grad_norm"])
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         good = jnp.isfinite(norms["grad_norm"])

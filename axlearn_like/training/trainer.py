@@ -268,7 +268,7 @@ class Trainer(Configurable):
             replace_file(run.resolved_config_path, to_text(self._cfg.resolved()))
         where: dict[str, Any] = {"phase": "sft", "checkpoints": run.checkpoints}
         with graceful_stop() as stop, Session(cfg, run, self._mesh, group, **where, began=began) as session:
-            known = session.peak and cfg.zebra is None  # with zebra devices may be of two kinds
+            known = session.peak and cfg.zebra is None  # no MFU over two kinds of devices
             flops = step_flops(cfg.model, cfg.input.batch_size, cfg.input.seq_len) if known else None
             source = SupervisedUpdates(cfg.input.build(rows=local_rows(cfg.input.batch_size)), flops)
             if cfg.replicas is not None:

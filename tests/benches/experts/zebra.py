@@ -70,7 +70,7 @@ def prepared(cfg: Trainer.Config, pace: Callable[[ZebraStep], None] = lambda ste
     mesh, learner = cfg.check_sizes(), cfg.learner.build()
     with use_mesh(mesh):
         program = cfg.program(mesh, learner)
-        step = program.step
+        step: Any = program.step
         state = step.parted(step.begin(first_by_group(program, 0)(program.state["params"])))
         batch = shard_batch(next(cfg.input.build()))
         pairs = jax.block_until_ready(step(state, batch))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.training.step import zeros_like
 from axlearn_like.training.updates.zebra.split import ExpertSplit
-from axlearn_like.training.updates.zebra.stages import ExpertStages, Sent
+from axlearn_like.training.updates.zebra.stages import ExpertStages, SentRows
 from axlearn_like.training.updates.zebra.transfer import transfer
 from mesh.rules import AxisRules, partition, use_mesh
 
@@ -48,14 +48,14 @@ class ExpertLane:
         self._most: Any = jax.jit(lambda rounds: jnp.max(jnp.stack(rounds)))
         self._thread = ThreadPoolExecutor(1, "experts")
         self._jobs: dict[_Key, Future[Any]] = {}
-        self._sent: dict[_Key, Sent] = {}
+        self._sent: dict[_Key, SentRows] = {}
         self._rounds: list[jax.Array] = []
         self._stacks: Any = None
         self._grads: Any = None
         self._local_stacks: Any = None
         self._local_grads: Any = None
 
-    def check(self, stacks: Any, sent: Sent) -> None:
+    def check(self, stacks: Any, sent: SentRows) -> None:
         """Trace the programs of experts' devices for described stacks, and what is sent to them."""
         there: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._there), sent)
         with use_mesh(self._meshes[1], self._rules):
@@ -92,7 +92,7 @@ class ExpertLane:
         self._local_stacks = self._stacks = self._local_grads = self._grads = None
         return here, there, rounds
 
-    def forward(self, layer: int, number: int, sent: Sent) -> None:
+    def forward(self, layer: int, number: int, sent: SentRows) -> None:
         """Send a microbatch to the experts of a layer."""
 
         def run() -> jax.Array:
@@ -127,7 +127,7 @@ class ExpertLane:
         """Return the gradients of inputs and of weights that have come back."""
         return self._jobs.pop((layer, number)).result()
 
-    def forward_here(self, layer: int, sent: Sent) -> list[jax.Array]:
+    def forward_here(self, layer: int, sent: SentRows) -> list[jax.Array]:
         """Return the sum of the layer's experts on attention's devices, if it has any there."""
         share = self._split.local[layer]
         if share is None:
@@ -135,7 +135,7 @@ class ExpertLane:
         stack = self._local_stacks[str(share.count)]
         return [self.waited(self.local[share.count].compute(stack, np.int32(share.at), sent))[0]]
 
-    def backward_here(self, layer: int, sent: Sent, g: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+    def backward_here(self, layer: int, sent: SentRows, g: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Return the gradients of inputs and of weights by those experts, if there are any."""
         share = self._split.local[layer]
         if share is None:

@@ -36,7 +36,7 @@ class HandOver(Layer):
         return jnp.zeros_like(x_btd), jnp.ones(())
 
 
-class Sent(NamedTuple):
+class SentRows(NamedTuple):
     """Arrays of a microbatch that its experts need, sharded by rows."""
 
     x: jax.Array  # normalised inputs [batch, length, dim]
@@ -49,7 +49,7 @@ class Attended(NamedTuple):
 
     x: jax.Array  # the layer's input, kept for the backward pass
     residual: jax.Array  # [batch, length, dim], to which the sum of experts is added
-    sent: Sent
+    sent: SentRows
     aux: Aux
 
 
@@ -106,7 +106,7 @@ class AttentionStages:
         block.feed_forward.experts = HandOver(lambda *rows: given.extend(rows))
         residual, _, aux = block(x, _context(batch), None)
         rows, experts, weights = given
-        sent = Sent(*map(_by_rows, (rows, weights, experts)))
+        sent = SentRows(*map(_by_rows, (rows, weights, experts)))
         return Attended(x, residual, sent, Aux(aux.losses, aux.metrics))
 
     def _attend_back(
@@ -116,8 +116,9 @@ class AttentionStages:
 
         Args:
             g: gradient of the residual.
-            of_experts: (gradients of the layer's own losses [layers], of `Sent.x` and `Sent.weights` by each group):
-                the router has two branches, its choice's weights go through the experts' outputs.
+            of_experts: gradients of the layers' own losses, [layers], and those of `SentRows.x` and `SentRows.weights`
+                by each group. So a router's gradient has two branches: the weights of its choice scale what experts
+                return.
         """
         losses, sent = of_experts
 
@@ -155,21 +156,21 @@ class ExpertStages:
         self.compute: Any = jax.jit(self._compute)
         self.compute_back: Any = jax.jit(self._compute_back, donate_argnames="grads")
 
-    def _compute(self, stack: Any, at: jax.Array, sent: Sent) -> tuple[jax.Array, jax.Array]:
+    def _compute(self, stack: Any, at: jax.Array, sent: SentRows) -> tuple[jax.Array, jax.Array]:
         """Return the weighted sum of each token's experts among these, [batch, length, dim], and the rounds."""
         return self._sum(_entry(stack, at), sent)
 
-    def _sum(self, params: Any, sent: Sent) -> tuple[jax.Array, jax.Array]:
+    def _sum(self, params: Any, sent: SentRows) -> tuple[jax.Array, jax.Array]:
         own = sent.experts - self._first
-        chosen = jnp.where((own >= 0) & (own < self._count), own, self._count)  # others are as padding here
+        chosen = jnp.where((own >= 0) & (own < self._count), own, self._count)  # padding, as far as these are concerned
         y, rounds = bind(self._graphdef, params)(sent.x, chosen, sent.weights)
         return _by_rows(y), rounds
 
-    def _compute_back(self, stack: Any, at: jax.Array, sent: Sent, g: jax.Array, grads: Any) -> tuple[Any, Any]:
+    def _compute_back(self, stack: Any, at: jax.Array, sent: SentRows, g: jax.Array, grads: Any) -> tuple[Any, Any]:
         """Return the gradients of `sent.x` and `sent.weights`, and the sums with those of the matrices."""
 
         def run(params: Any, x: jax.Array, weights: jax.Array) -> jax.Array:
-            return self._sum(params, Sent(x, weights, sent.experts))[0]
+            return self._sum(params, SentRows(x, weights, sent.experts))[0]
 
         of_params, of_x, of_weights = jax.vjp(run, _entry(stack, at), sent.x, sent.weights)[1](g)
         return (of_x, of_weights), add_entry(grads, at, of_params)

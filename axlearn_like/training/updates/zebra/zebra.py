@@ -24,7 +24,7 @@ from mesh import make_mesh
 from mesh.cost.zebra import SideTimes, ZebraPlan, plan_zebra
 from mesh.rules import use_mesh
 
-_MICROBATCHES = 4  # where neither the config nor times say
+_MICROBATCHES = 4  # default, without times
 
 
 class ZebraTimes(Configurable):
