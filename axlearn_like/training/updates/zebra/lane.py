@@ -23,6 +23,8 @@ class ExpertLane:
 
     A thread starts those of experts' devices: XLA's CPU client computes the programs that one thread has started one
     after another, on whatever devices they are. The mesh in force elsewhere is that of attention's devices.
+
+    Where each group is a device of a process of its own, both processes call the same in one order, without the thread.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class ExpertLane:
 
         `overlap`: False waits for every program before the next one starts, to compare with.
         """
-        self._split, self._meshes, self._rules, self._overlap = split, meshes, rules, overlap
+        self._split, self._meshes, self._rules, self.overlap = split, meshes, rules, overlap
         self._here, self._there = (_by_rows(mesh, rules) for mesh in meshes)
         every = split.num_experts
         self.local = {one.count: stages(every - one.count, one.count) for one in split.local if one is not None}
@@ -46,7 +48,8 @@ class ExpertLane:
             self.remote = {one.count: stages(0, one.count) for one in split.remote if one is not None}
         self._zeros: Any = jax.jit(lambda stacks: jax.tree.map(zeros_like, stacks))
         self._most: Any = jax.jit(lambda rounds: jnp.max(jnp.stack(rounds)))
-        self._thread = ThreadPoolExecutor(1, "experts")
+        several = len({device.process_index for mesh in meshes for device in mesh.devices.flat}) > 1
+        self._thread = None if several else ThreadPoolExecutor(1, "experts")
         self._jobs: dict[_Key, Future[Any]] = {}
         self._sent: dict[_Key, SentRows] = {}
         self._rounds: list[jax.Array] = []
@@ -69,14 +72,18 @@ class ExpertLane:
             with use_mesh(self._meshes[1], self._rules):
                 return self.waited(function(*args))
 
+        if self._thread is None:
+            done: Future[Any] = Future()
+            done.set_result(run())
+            return done
         future = self._thread.submit(run)
-        if not self._overlap:
+        if not self.overlap:
             future.exception()
         return future
 
     def waited[T](self, result: T) -> T:
         """Return a result; nothing waits for it where programs overlap."""
-        return result if self._overlap else jax.block_until_ready(result)
+        return result if self.overlap else jax.block_until_ready(result)
 
     def begin(self, here: Any, there: Any) -> None:
         """Begin an update with the stacks of experts that each group has."""

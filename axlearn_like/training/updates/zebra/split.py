@@ -5,10 +5,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axlearn_like.layers.parameter_names import merged, path_name
+from mesh.rules import use_mesh
 
 EXPERTS = "experts"  # name of the matrices of experts, in a block's feed-forward layer and in both parts
 REST = "rest"  # name in attention's part of all other parameters
@@ -85,17 +87,24 @@ class ExpertSplit:
         return merged(attention[REST], {_PATH[0]: {_PATH[1]: {_PATH[2]: matrices}}})
 
     def _joined(self, name: str, remote: Any, local: Any) -> Any:
-        where = next(iter(remote.values()))[name].sharding
-        held = {
-            id(stacks): {count: np.asarray(part[name]) for count, part in stacks.items()} for stacks in (remote, local)
+        where, mesh = next(iter(remote.values()))[name].sharding, self._meshes[EXPERTS]
+
+        def joined(remote: Any, local: Any) -> jax.Array:
+            def of(stacks: Any, share: Share | None) -> list[jax.Array]:
+                return (
+                    [] if share is None else [jax.sharding.reshard(stacks[str(share.count)][share.at], PartitionSpec())]
+                )
+
+            pairs = zip(self.remote, self.local, strict=True)
+            layers = [jnp.concatenate([*of(remote, one), *of(local, other)]) for one, other in pairs]
+            return jax.sharding.reshard(jnp.stack(layers), where.spec)
+
+        moved = {
+            count: jax.device_put(part[name], NamedSharding(mesh, PartitionSpec())) for count, part in local.items()
         }
-
-        def of(stacks: Any, share: Share | None) -> list[np.ndarray]:
-            return [] if share is None else [held[id(stacks)][str(share.count)][share.at]]
-
-        pairs = zip(self.remote, self.local, strict=True)
-        layers = [np.concatenate([*of(remote, one), *of(local, other)]) for one, other in pairs]
-        return jax.device_put(np.stack(layers), where)
+        with use_mesh(mesh):
+            program: Any = jax.jit(joined)
+            return program({count: part[name] for count, part in remote.items()}, moved)
 
 
 def _cut(x: Any, *, layers: list[int], part: slice, mesh: Mesh) -> Any:
@@ -104,7 +113,9 @@ def _cut(x: Any, *, layers: list[int], part: slice, mesh: Mesh) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         shape = (len(layers), len(range(x.shape[1])[part]), *x.shape[2:])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=where)
-    return jax.device_put(np.asarray(x)[layers, part], where)
+    with use_mesh(x.sharding.mesh):
+        taken: Any = jax.jit(lambda x: jax.sharding.reshard(x, PartitionSpec())[np.array(layers)][:, part])
+        return jax.device_put(taken(x), where)
 
 
 def _shares(counts: Sequence[int]) -> tuple[Share | None, ...]:

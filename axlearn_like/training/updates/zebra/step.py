@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from axlearn_like.layers.base import Params
 from axlearn_like.learner import Learner
@@ -17,11 +17,12 @@ from axlearn_like.learner.expert_bias import without_loads
 from axlearn_like.learner.grad_norms import grad_squares, norms_of
 from axlearn_like.operations.memory import check_state_fits
 from axlearn_like.training.losses import Metrics
-from axlearn_like.training.step import combined
+from axlearn_like.training.step import combined, init_state
 from axlearn_like.training.updates.programs import State
 from axlearn_like.training.updates.zebra.lane import ExpertLane
 from axlearn_like.training.updates.zebra.split import EXPERTS, REST, ExpertSplit
 from axlearn_like.training.updates.zebra.stages import Attended, AttentionStages
+from axlearn_like.training.updates.zebra.transfer import spread
 from mesh.rules import AxisRules, use_mesh
 
 _ATTENTION = "attention"
@@ -78,13 +79,12 @@ class ZebraStep:
 
     def begin(self, params: Params) -> State:
         """Return the state before the first update, in the usual form, of such parameters."""
-        init: Any = jax.jit(self._learner.init)
+        init: Any = jax.jit(self._begun)
         attention, experts = self._split.parted(params)
         with use_mesh(self.meshes[1], self._rules):
             second = init(experts)
         first = init(attention)
-        count = jax.device_put(np.zeros((), np.int32), NamedSharding(self.meshes[0], PartitionSpec()))
-        return {"step": count, "params": params, "opt_state": self._split.whole(first, second)}
+        return {**first, "params": params, "opt_state": self._split.whole(first["opt_state"], second["opt_state"])}
 
     def check(self, state: State, batch: Any) -> None:
         """Trace the programs for a described state in the usual form (UserError: it does not fit, or they do not)."""
@@ -105,12 +105,12 @@ class ZebraStep:
         """Return the state after the update, and metrics."""
         lane, attention, experts = self.lane, state[_ATTENTION], state[EXPERTS]
         (here, there), found = self.gradients(state, batch)
-        squares = [self._squares(here), _everywhere(lane.submit(self._squares, there).result(), self.meshes[0])]
+        squares = [self._squares(here), spread(lane.submit(self._squares, there).result(), self.meshes[0])]
         norms = self._norms(squares)
-        done = lane.submit(self._update, experts, there, _everywhere(norms, self.meshes[1]))
+        done = lane.submit(self._update, experts, there, spread(norms, self.meshes[1]))
         attention, metrics = self._update(attention, here, norms)
         experts, others = done.result()
-        lengths = [metrics["update_norm"], _everywhere(others["update_norm"], self.meshes[0])]
+        lengths = [metrics["update_norm"], spread(others["update_norm"], self.meshes[0])]
         metrics = {**found, **metrics, "update_norm": self._length(lengths)}
         return {"step": state["step"] + 1, _ATTENTION: attention, EXPERTS: experts}, metrics
 
@@ -139,7 +139,7 @@ class ZebraStep:
         for one, g in zip(batches, of_x, strict=True):
             grads = lane.waited(stages.embed_back(rest, one, g, grads))
         here, there, rounds = lane.end()
-        metrics = self._metrics([end.metrics for end in ends], _everywhere(rounds, self.meshes[0]))
+        metrics = self._metrics([end.metrics for end in ends], spread(rounds, self.meshes[0]))
         return ({REST: grads, EXPERTS: here}, {EXPERTS: there}), metrics
 
     def _forward(self, rest: Any, batches: list[Any]) -> tuple[list[list[Attended]], list[tuple[jax.Array, ...]]]:
@@ -158,6 +158,10 @@ class ZebraStep:
             ]
             kept.append(done)
         return kept, parts
+
+    def _begun(self, params: Any) -> State:
+        state = init_state(params, self._learner)
+        return {name: state[name] for name in ("step", "opt_state")}
 
     def _updated(self, part: Any, grads: Any, norms: Metrics) -> tuple[Any, Metrics]:
         params, opt_state, metrics = self._learner.update(grads, part["opt_state"], part["params"], norms=norms)
@@ -181,14 +185,3 @@ def _norms(parts: list[Metrics]) -> Metrics:
 def _metrics(found: list[Metrics], rounds: jax.Array) -> Metrics:
     every = {name: combined(name, jnp.stack([one[name] for one in found])) for name in found[0]}
     return {**every, "expert_rounds_max": jnp.maximum(every["expert_rounds_max"], rounds)}
-
-
-def _everywhere[T](scalars: T, mesh: Mesh) -> T:
-    """Return scalars on all devices of another mesh, without waiting for them."""
-    where = NamedSharding(mesh, PartitionSpec())
-
-    def one(x: jax.Array) -> jax.Array:
-        copies = [jax.device_put(x.addressable_data(0), device) for device in mesh.devices.flat]
-        return jax.make_array_from_single_device_arrays(x.shape, where, copies)
-
-    return jax.tree.map(one, scalars)

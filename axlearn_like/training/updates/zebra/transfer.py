@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def transfer[T](tree: T, where: NamedSharding) -> T:
@@ -17,8 +17,26 @@ def transfer[T](tree: T, where: NamedSharding) -> T:
         return jax.tree.map(lambda x: _sent(x, where), tree)
 
 
+def spread[T](scalars: T, mesh: Mesh) -> T:
+    """Return scalars that all devices of a group have on all devices of another mesh."""
+    where = NamedSharding(mesh, PartitionSpec())
+
+    def one(x: jax.Array) -> jax.Array:
+        if _single(x, where):
+            return jax.device_put(x, where)
+        copies = [jax.device_put(x.addressable_data(0), device) for device in mesh.devices.flat]
+        return jax.make_array_from_single_device_arrays(x.shape, where, copies)
+
+    return jax.tree.map(one, scalars)
+
+
+def _single(x: jax.Array, where: NamedSharding) -> bool:
+    """Return True between two devices, of one process or of two: `jax.device_put` does not wait there."""
+    return len(x.sharding.device_set) == len(where.device_set) == 1
+
+
 def _sent(x: jax.Array, where: NamedSharding) -> jax.Array:
-    if len(x.sharding.device_set) == len(where.device_set) == 1:
+    if _single(x, where):
         return jax.device_put(x, where)
     assert all(shard.data.shape[1:] == x.shape[1:] for shard in x.addressable_shards), "sharded by rows alone"
     held = sorted(((_rows(shard.index, x.shape), shard.data) for shard in x.addressable_shards), key=lambda one: one[0])
