@@ -32,7 +32,7 @@ def placed(array: np.ndarray, where: Any) -> jax.Array:
 
 
 def numbers(devices: int) -> dict[str, Any]:
-    """What this process holds of gradients and metrics, and of the state after two updates."""
+    """Gradients and metrics, and the state after two updates, as far as this process holds them."""
     zebra = CFG.zebra
     assert zebra is not None
     mesh, learner = zebra.divide({}, jax.devices())[0], CFG.learner.build()

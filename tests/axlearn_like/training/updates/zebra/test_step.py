@@ -52,7 +52,7 @@ def furthest(tree: Any, other: Any) -> float:
 
 
 def compare(kind: str, mesh: dict[str, int], experts: dict[str, int], count: int, moved: list[int]) -> dict[str, Any]:
-    """How far gradients, metrics and the state after an update are from those of one mesh."""
+    """Differences of gradients, metrics and the state after an update from those of one mesh."""
     jax.config.update("jax_num_cpu_devices", 4)
     model = {
         "plain": mixture(),
