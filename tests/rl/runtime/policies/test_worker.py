@@ -148,6 +148,18 @@ def test_policies_drawn_together_get_the_rollouts_that_each_gets_alone(
     assert len({str([r.tokens.tolist() for g in alone[name] for r in g.rollouts]) for name in "abc"}) == 3
 
 
+def test_an_adapter_that_nobody_draws_with_gives_its_slot_to_another_policy(
+    tmp_path: Path, alone: dict[str, list[Group]]
+):
+    """More policies than there is room for, as after some were stopped whose adapters are still loaded."""
+    engine = make_engine(2)
+    fleet = Fleet(tmp_path, engine, "abc")
+    fleet.drained(fleet.worker())
+    assert len(engine.adapters) == 4, "slots of two policies"
+    for name in "abc":
+        assert same(fleet.batches(name), alone[name])
+
+
 def test_rollouts_are_those_of_requests_with_the_policys_seed_sampler_and_adapter(
     engine: RolloutEngine, alone: dict[str, list[Group]]
 ):
