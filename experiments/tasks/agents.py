@@ -9,9 +9,9 @@ A text has a number behind each of some names, all else being other words. Fine-
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import override
+from typing import Any, override
 
 import numpy as np
 
@@ -36,17 +36,17 @@ from rl.tasks.rows.sources import RowFunction
 from rl.tasks.rows.task_rows import TaskRows
 from rl.verification.verifiers.text import ExactMatch
 
-NAMES = tuple("".join(letters) for letters in product("bdg", "aeio", "nr"))
+NAMES = tuple("".join(letters) for letters in product("bdg", "ae", "nr"))
 WORDS = tuple("so we look at this and then that one as well for all of them who have been here".split())
 PHRASES = (
-    *(f" {name}" for name in NAMES),  # names, before their numbers
+    *(f" {name}={digit}" for name in NAMES for digit in range(10)),  # facts
     *(f"{name}?" for name in NAMES),  # questions
     *(f" {word}" for word in WORDS),
-    *(f"={digit}" for digit in range(10)),
+    *(f"={digit}" for digit in range(10)),  # answers
     *("finder: ", "checker: ", "\n"),
 )
-TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES, vocab_size=352)
-_INSTRUCTION = 40  # words of a role's instruction
+TOKENIZER = PhraseTokenizer.Config(phrases=PHRASES, vocab_size=448)
+_INSTRUCTION = 24  # words of a role's instruction
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,21 +56,20 @@ class Lookup:
     question: str
     retrieved: str
     answer: str
+    numbers: Mapping[str, int]  # numbers of all names that may be in the text
 
 
 def lookup(seed: int, *, words: int, facts: float = 0.4) -> Lookup:
-    """Return a problem; `words`: tokens of its text, in which each name keeps its number; `facts`: share of names."""
+    """Return a problem; `words`: tokens of its text, in which each name keeps its number; `facts`: share of facts."""
     draw = random.Random(seed)
-    numbers = {name: draw.randrange(10) for name in NAMES}
-    text, used = list[str](), set[str]()
-    while len(text) < words - 1:
-        if draw.random() < facts:
-            used.add(name := draw.choice(NAMES))
-            text += [f" {name}", f"={numbers[name]}"]
-        else:
-            text.append(f" {draw.choice(WORDS)}")
-    asked = draw.choice(sorted(used) or NAMES)
-    return Lookup(f"{asked}?", "".join(text), f"={numbers[asked]}")
+    numbers = {name: draw.randrange(10) for name in draw.sample(NAMES, min(len(NAMES), max(2, words // 8)))}
+    asked = draw.choice(tuple(numbers))
+    said = [f" {asked}={numbers[asked]}"]
+    while len(said) < words:
+        name = draw.choice(tuple(numbers))
+        said.append(f" {name}={numbers[name]}" if draw.random() < facts else f" {draw.choice(WORDS)}")
+    draw.shuffle(said)
+    return Lookup(f"{asked}?", "".join(said), f"={numbers[asked]}", numbers)
 
 
 def lookup_seed(number: int) -> int:
@@ -86,19 +85,21 @@ def instruction(role: str) -> str:
 
 def lookup_roles() -> tuple[AgentRole.Config, ...]:
     """Return the three roles."""
-    sees = {"finder": (), "checker": ("finder",), "editor": ("finder", "checker")}
+    both = "retrieved", "asked"
+    sees = {"finder": both, "checker": (*both, "finder"), "editor": (*both, "finder", "checker")}
     return tuple(
-        AgentRole.Config(name=name, instruction=instruction(name), sees=("retrieved", *others), max_new_tokens=1)
+        AgentRole.Config(name=name, instruction=instruction(name), sees=others, max_new_tokens=1)
         for name, others in sees.items()
     )
 
 
-FORMS = {"retrieved": "{}\n"}
+FORMS = {"retrieved": "{}\n", "asked": "{}\n"}  # the question again behind the text
 
 
-def role_prompt(problem: Lookup, role: AgentRole.Config, order: str) -> SegmentedText:
-    """Return the prompt of a role whose peers were right; `order`: of `Agents.Config`."""
-    texts = {"retrieved": problem.retrieved, **dict.fromkeys(("finder", "checker"), problem.answer)}
+def role_prompt(problem: Lookup, role: AgentRole.Config, order: str, said: Sequence[str] = ()) -> SegmentedText:
+    """Return the prompt of a role; `order`: of `Agents.Config`; `said`: answers of peers, by default right ones."""
+    peers = dict(zip(("finder", "checker"), said or (problem.answer, problem.answer), strict=False))
+    texts = {"retrieved": problem.retrieved, "asked": problem.question, **peers}
     seen = role.build().segments(texts, FORMS, shared_order(lookup_roles()))
     question, own = TextSegment(f"{problem.question}\n", "question"), TextSegment(role.instruction)
     return SegmentedText([question, *seen, own] if order == "shared_first" else [own, question, *seen])
@@ -107,13 +108,15 @@ def role_prompt(problem: Lookup, role: AgentRole.Config, order: str) -> Segmente
 class LookupExamples(Configurable):
     """Prompts of all roles in both orders with their answers, by random access: {"tokens", "loss_mask"}.
 
-    The loss is on answers, and on the numbers of names that the text has had before.
+    Behind the answer come other questions about the same text, each with its own. The loss is on all answers, those of
+    peers included.
     """
 
     class Config(ConfigBase["LookupExamples"]):
         num_examples: int = 1000
         start: int = 0  # number of the first problem
-        words: int = 96  # tokens of a text
+        words: int = 48  # tokens of a text
+        others: int = 4  # questions behind the answer: easier ones, from which the others are learned sooner
         tokenizer: ConfigBase = TOKENIZER
 
         @override
@@ -124,7 +127,7 @@ class LookupExamples(Configurable):
     def __init__(self, cfg: Config):
         self._cfg, self._roles = cfg, lookup_roles()
         self._tokenizer: Tokenizer = cfg.tokenizer.build()
-        self._names = {self._tokenizer.encode(f" {name}")[0] for name in NAMES}
+        self._answers = [self._tokenizer.encode(f"={digit}")[0] for digit in range(10)]
 
     def __len__(self) -> int:
         return self._cfg.num_examples
@@ -137,24 +140,21 @@ class LookupExamples(Configurable):
         prompt, _ = encode_segments(
             role_prompt(problem, role, ("shared_first", "role_first")[number % 2]), self._tokenizer
         )
-        answer = self._tokenizer.encode(problem.answer)
-        known, mask = set[int](), np.zeros(len(prompt), bool)
-        for place, token in enumerate(prompt.tolist()[:-1]):
-            if token in self._names:
-                mask[place + 1] = token in known
-                known.add(token)
-        tokens = np.concatenate([prompt, answer])
-        return {"tokens": tokens.astype(np.int32), "loss_mask": np.append(mask, np.ones(len(answer), bool))}
+        others = [name for name in NAMES if f" {name}=" in problem.retrieved][: self._cfg.others]
+        more = "".join(f"{name}?={problem.numbers[name]}" for name in others)
+        tokens = np.asarray([*prompt, *self._tokenizer.encode(problem.answer + more)], np.int32)
+        return {"tokens": tokens, "loss_mask": np.isin(tokens, self._answers)}
 
 
 @config_function
 def lookup_rows(words: int, count: int) -> Iterator[dict[str, str]]:
     """Yield problems as rows, with the text in a column of its own."""
     for problem in (lookup(lookup_seed(number), words=words) for number in range(count)):
-        yield {"prompt": problem.question, "answer": problem.answer, "retrieved": problem.retrieved}
+        asked = {"prompt": problem.question, "asked": problem.question}
+        yield {**asked, "answer": problem.answer, "retrieved": problem.retrieved}
 
 
-def lookup_tasks(seed: int, words: int = 96) -> TaskMixture.Config:
+def lookup_tasks(seed: int, words: int = 48) -> TaskMixture.Config:
     """Return the lookups as a task of three agents."""
     rows = RowFunction.Config(function=lookup_rows, arguments={"words": words, "count": 2000})
     agents = Agents.Config(roles=lookup_roles(), forms=FORMS, consults=("base",), max_turn_tokens=1)
@@ -162,11 +162,16 @@ def lookup_tasks(seed: int, words: int = 96) -> TaskMixture.Config:
     return TaskMixture.Config(families=(family,), seed=seed, heldout_every=8)
 
 
-def lookup_sft(*, seed: int = 0, steps: int = 400, words: int = 96) -> Trainer.Config:
+def lookup_sft(*, seed: int = 0, steps: int = 450, words: int = 48) -> Trainer.Config:
     """Supervised fine-tuning of a small decoder on prompts of all roles."""
     source = LookupExamples.Config(words=words)
-    sizes = {"vocab_size": TOKENIZER.vocab_size, "seq_len": words + 64, "batch_size": 24}
-    return small_sft(source, **sizes, steps=steps, seed=seed)
+    sizes = {"vocab_size": TOKENIZER.vocab_size, "seq_len": words + 64, "batch_size": 16}
+    cfg = small_sft(source, **sizes, steps=steps, seed=seed)
+    policy: Any = cfg.model
+    policy.set(num_layers=3, scan_unroll=3)
+    policy.block.attention.rope.theta = 1e5  # texts are up to 1,600 tokens long
+    cfg.learner.schedule.set(peak_lr=6e-3, end_lr=2e-3, warmup_steps=30)
+    return cfg.set(evaluators=())
 
 
 def lookup_rl(*, seed: int = 0, steps: int = 20) -> RLExperiment.Config:

@@ -5,18 +5,20 @@ from functools import partial
 from typing import Any
 
 from mesh.programs.compilation import enable_compilation_cache
+from tests.benches.episodes.agents import agents
 from tests.benches.episodes.graph import graph
 from tests.benches.episodes.overlap import overlap
 from tests.benches.episodes.partial import partial_execution
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.sections import run_sections
 
-SECTIONS = {"tools": 60.0, "partial": 90.0, "graph": 90.0}
+SECTIONS = {"tools": 60.0, "partial": 90.0, "graph": 90.0, "agents": 300.0}
 # A section returns its figures; the argument asks for tiny jobs, which show that all runs.
 _MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {
     "tools": overlap,
     "partial": partial_execution,
     "graph": graph,
+    "agents": agents,
 }
 
 

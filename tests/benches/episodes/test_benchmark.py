@@ -31,3 +31,12 @@ def test_tools_that_run_ahead_change_no_bit_and_aborted_calls_save_tokens() -> N
 def test_plans_have_shorter_critical_paths_in_parallel() -> None:
     code, result = run("--quick", "--sections", "graph", "--json")
     assert code == 0 and set(result["graph"]) >= {"critical_path_ratio", "pipelined_ratio", "accuracy_over_flat"}
+
+
+@pytest.mark.full
+def test_agents_reuse_texts_and_say_how_far_that_is_from_computing_them() -> None:
+    code, result = run("--quick", "--sections", "agents", "--json")
+    found = result["agents"]
+    assert code == 0 and found["dense"]["kl"] == 0 and found["exact_reuse"] > 0.5
+    assert found["rotation"]["reused_requests"] == 1 and found["rotation"]["kl"] > 0
+    assert 0 <= found["reuse"] <= 1 and set(found) >= {"ttft_ratio", "accuracy_over_dense", "kl_over_rotation"}

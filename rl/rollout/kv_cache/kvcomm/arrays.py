@@ -87,7 +87,7 @@ def write_segment(
     start, first, end = places
     tokens = {name: x.astype(jnp.float32) for name, x in base.items()}
     if offsets is not None and weights is not None:
-        tokens = {name: x + jnp.sum(weights[name] * offsets[name], axis=0) for name, x in tokens.items()}
+        tokens = _weighted(tokens, offsets, weights)
     tokens = _rotated(tokens, start, form.freq)
     size = next(iter(base.values())).shape[1]
     rows, slots, live = _places(pool, table, start, end, form, size)
@@ -110,18 +110,21 @@ def compare(base: Tokens, others: Tokens, usable: jax.Array, count: jax.Array, t
         differences, [a, 1, t, 1, 1]) and of channels (L2 over tokens, [a, l, 1, k, h]), of each array for itself.
     """
     live = (jnp.arange(next(iter(base.values())).shape[1]) < count)[:, None, None]
-    gaps = {
-        name: jnp.where(live, others[name].astype(jnp.float32) - x.astype(jnp.float32), 0) for name, x in base.items()
-    }
+
+    def distances(other: Tokens) -> tuple[jax.Array, Tokens, Tokens]:
+        gaps = {n: jnp.where(live, x.astype(jnp.float32) - base[n].astype(jnp.float32), 0) for n, x in other.items()}
+        values = gaps["v"] if "v" in gaps else gaps["latent"]
+        of_tokens = {name: jnp.mean(jnp.abs(x), axis=(0, 2, 3), keepdims=True) for name, x in gaps.items()}
+        of_channels = {name: jnp.sqrt(jnp.sum(x * x, axis=1, keepdims=True)) for name, x in gaps.items()}
+        return jnp.sqrt(jnp.sum(values * values)), of_tokens, of_channels
 
     def softmax(distance: jax.Array) -> jax.Array:
         shown = jnp.where(usable.reshape(-1, *[1] * (distance.ndim - 1)), -distance / temperature, -jnp.inf)
         return jax.nn.softmax(shown, axis=0)
 
-    values = gaps["v"] if "v" in gaps else gaps["latent"]
-    of_tokens = {name: softmax(jnp.mean(jnp.abs(x), axis=(1, 3, 4), keepdims=True)) for name, x in gaps.items()}
-    of_channels = {name: softmax(jnp.sqrt(jnp.sum(x * x, axis=2, keepdims=True))) for name, x in gaps.items()}
-    return jnp.sqrt(jnp.sum(values * values, axis=(1, 2, 3, 4))), of_tokens, of_channels
+    # One anchor after the other: XLA's CPU backend would compute all gaps again for each sum over them.
+    values, *of_parts = jax.lax.map(distances, others)
+    return values, *jax.tree.map(softmax, of_parts)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -133,6 +136,16 @@ def put(stack: Tokens, index: jax.Array, tokens: Tokens) -> Tokens:
 def empty_stack(tokens: Tokens, count: int) -> Tokens:
     """Return room for so many tokens of this form, float32."""
     return {name: jnp.zeros((count, *x.shape), jnp.float32) for name, x in tokens.items()}
+
+
+def _weighted(tokens: Tokens, offsets: Tokens, weights: Tokens) -> Tokens:
+    """Return tokens with the weighted offsets of all anchors, added one after the other."""
+
+    def add(found: Tokens, anchor: tuple[Tokens, Tokens]) -> tuple[Tokens, None]:
+        own, weight = anchor
+        return {name: x + weight[name] * own[name] for name, x in found.items()}, None
+
+    return jax.lax.scan(add, tokens, (offsets, weights))[0]
 
 
 def _rotated(tokens: Tokens, shift: jax.Array, freq: tuple[float, ...]) -> Tokens:
