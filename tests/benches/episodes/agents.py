@@ -53,7 +53,7 @@ class Job:
     long: int = 30
     problems: int = 24
     dim: int = 384
-    layers: int = 6
+    layers: int = 4
     kvcomm: KVComm.Config = dataclasses.field(default_factory=lambda: KVComm.Config(anchors=8))
 
 
@@ -76,7 +76,7 @@ def agents(quick: bool) -> dict[str, Any]:
     tokenizer = TOKENIZER.build()
     cfg, params, seconds = _trained(job)
     dense = _answers(job, _engine(job, cfg, params, tokenizer), params)
-    said = [[tokenizer.decode([int(one.scores.tokens[0, 0])]) for one in roles] for roles in dense]
+    said = [[_said(tokenizer, one) for one in roles] for roles in dense]
     ways: dict[str, dict[str, Any]] = {
         "rotation": {"kvcomm": job.kvcomm.clone(offsets=False)},
         "kvcomm": {"kvcomm": job.kvcomm},
@@ -175,8 +175,13 @@ def _episode(
     for role in lookup_roles():
         prompt = role_prompt(problem, role, order, said or own)
         answer = _ask(engine, tokenizer, prompt, problem)
-        own.append(tokenizer.decode([int(answer.scores.tokens[0, 0])]))
+        own.append(_said(tokenizer, answer))
         yield answer
+
+
+def _said(tokenizer: Tokenizer, answer: _Answer) -> str:
+    """Return what a role has said; of a policy that has not learned it, that may be nothing to show."""
+    return tokenizer.decode([int(answer.scores.tokens[0, 0])]).strip() or "?"
 
 
 def _ask(engine: RolloutEngine, tokenizer: Tokenizer, text: SegmentedText, problem: Lookup) -> _Answer:
