@@ -59,17 +59,23 @@ class Lookup:
     numbers: Mapping[str, int]  # numbers of all names that may be in the text
 
 
-def lookup(seed: int, *, words: int, facts: float = 0.4) -> Lookup:
-    """Return a problem; `words`: tokens of its text, in which each name keeps its number; `facts`: share of facts."""
+def lookup(seed: int, *, words: int, facts: float = 0.4, record: bool = False) -> Lookup:
+    """Return a problem.
+
+    Args:
+        words: tokens of its text, in which each name keeps its number.
+        facts: share of facts.
+        record: all texts have the same words and names in the same places, and other numbers.
+    """
     draw = random.Random(seed)
-    numbers = {name: draw.randrange(10) for name in draw.sample(NAMES, min(len(NAMES), max(2, words // 8)))}
-    asked = draw.choice(tuple(numbers))
-    said = [f" {asked}={numbers[asked]}"]
-    while len(said) < words:
-        name = draw.choice(tuple(numbers))
-        said.append(f" {name}={numbers[name]}" if draw.random() < facts else f" {draw.choice(WORDS)}")
-    draw.shuffle(said)
-    return Lookup(f"{asked}?", "".join(said), f"={numbers[asked]}", numbers)
+    place = random.Random(words) if record else draw
+    names = place.sample(NAMES, min(len(NAMES), max(2, words // 8)))
+    said = names + [place.choice(names if place.random() < facts else WORDS) for _ in range(words - len(names))]
+    place.shuffle(said)
+    numbers = {name: draw.randrange(10) for name in names}
+    text = "".join(f" {one}={numbers[one]}" if one in numbers else f" {one}" for one in said)
+    asked = draw.choice(names)
+    return Lookup(f"{asked}?", text, f"={numbers[asked]}", numbers)
 
 
 def lookup_seed(number: int) -> int:
@@ -141,7 +147,8 @@ class LookupExamples(Configurable):
             role_prompt(problem, role, ("shared_first", "role_first")[number % 2]), self._tokenizer
         )
         others = [name for name in NAMES if f" {name}=" in problem.retrieved][: self._cfg.others]
-        more = "".join(f"{name}?={problem.numbers[name]}" for name in others)
+        ends = ("", "\n\n")  # both are learned sooner than the second alone, with which prompts end
+        more = "".join(f"{name}?{ends[place % 2]}={problem.numbers[name]}" for place, name in enumerate(others))
         tokens = np.asarray([*prompt, *self._tokenizer.encode(problem.answer + more)], np.int32)
         return {"tokens": tokens, "loss_mask": np.isin(tokens, self._answers)}
 

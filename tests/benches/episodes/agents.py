@@ -49,9 +49,9 @@ class Job:
     """
 
     words: int = 1536
-    short: int = 450
+    short: int = 700
     long: int = 30
-    problems: int = 24
+    problems: int = 16
     dim: int = 384
     layers: int = 4
     kvcomm: KVComm.Config = dataclasses.field(default_factory=lambda: KVComm.Config(anchors=8))
@@ -71,11 +71,30 @@ class _Answer:
 
 
 def agents(quick: bool) -> dict[str, Any]:
-    """Return the figures of each way, and how KVCOMM compares."""
+    """Return the figures of each way for texts that are records of one form, and for texts of free order."""
     job = Job(words=192, short=60, long=4, problems=4, dim=64, layers=2) if quick else Job()
-    tokenizer = TOKENIZER.build()
     cfg, params, seconds = _trained(job)
-    dense = _answers(job, _engine(job, cfg, params, tokenizer), params)
+    records = _compared(job, cfg, params, record=True)
+    best, rotated = records["kvcomm"], records["rotation"]
+    return {
+        "reuse": best["reuse"],
+        **_speed(job),
+        "ttft_ratio_of_trained": best["ttft_ratio"],
+        "accuracy_over_dense": best["accuracy"] - records["dense"]["accuracy"],
+        "kl_to_dense": best["kl_of_reused"],
+        "kl_of_rotation": rotated["kl"],
+        "exact_reuse": records["exact"]["reuse"],
+        "training_seconds": seconds,
+        "job": {"words": job.words, "problems": job.problems, "roles": len(lookup_roles())},
+        "records": records,
+        "free_texts": _compared(job, cfg, params, record=False),
+    }
+
+
+def _compared(job: Job, cfg: Trainer.Config, params: Params, *, record: bool) -> dict[str, dict[str, Any]]:
+    """Return the figures of all ways; `record`: texts are records of one form."""
+    tokenizer = TOKENIZER.build()
+    dense = _answers(job, _engine(job, cfg, params, tokenizer), params, record=record)
     said = [[_said(tokenizer, one) for one in roles] for roles in dense]
     ways: dict[str, dict[str, Any]] = {
         "rotation": {"kvcomm": job.kvcomm.clone(offsets=False)},
@@ -84,23 +103,14 @@ def agents(quick: bool) -> dict[str, Any]:
     }
     found = {"dense": dense}
     for way, fields in ways.items():
-        engine = _engine(job, cfg, params, tokenizer, **fields)
-        found[way] = _answers(job, engine, params, said, "shared_first" if way == "exact" else "role_first")
+        engine, order = (
+            _engine(job, cfg, params, tokenizer, **fields),
+            "shared_first" if way == "exact" else "role_first",
+        )
+        found[way] = _answers(job, engine, params, said, order, record=record)
     figures = {way: _figures(one, dense) for way, one in found.items()}
     del figures["exact"]["kl"]  # its prompts have another order; what is computed once is exact
-    best = figures["kvcomm"]
-    return {
-        "reuse": best["reuse"],
-        **_speed(job),
-        "ttft_ratio_of_trained": best["ttft_ratio"],
-        "accuracy_over_dense": best["accuracy"] - figures["dense"]["accuracy"],
-        "kl_to_dense": best["kl"],
-        "kl_over_rotation": best["kl"] / figures["rotation"]["kl"] if figures["rotation"]["kl"] else None,
-        "exact_reuse": figures["exact"]["reuse"],
-        "training_seconds": seconds,
-        "job": {"words": job.words, "problems": job.problems, "roles": len(lookup_roles())},
-        **figures,
-    }
+    return figures
 
 
 def _trained(job: Job) -> tuple[Trainer.Config, Params, float]:
@@ -157,10 +167,13 @@ def _answers(
     params: Params,
     said: Sequence[Sequence[str]] | None = None,
     order: str = "role_first",
+    *,
+    record: bool = True,
 ) -> list[list[_Answer]]:
     """Return the answers of all roles to all problems; `said`: what peers have said; None: what these answers are."""
     tokenizer: Tokenizer = TOKENIZER.build()
-    problems = [lookup(lookup_seed(_UNSEEN + number), words=job.words) for number in range(-2, job.problems)]
+    seeds = [lookup_seed(_UNSEEN + number) for number in range(-2, job.problems)]
+    problems = [lookup(seed, words=job.words, record=record) for seed in seeds]
     for problem in (*problems[:2], *problems[:2]):  # compiles: of two anchors, one is the text itself then
         list(_episode(engine, tokenizer, problem, None, order))
     engine.set_weights(params, engine.version + 1)  # without prefixes, bases and anchors
