@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -236,7 +237,9 @@ class Session(contextlib.ExitStack):
 
     def guarded(self, step: Any, allowed: int = 1) -> Any:
         """Return the step as programs that are compiled for so many shapes of batches and no more."""
-        if isinstance(step, ElasticStep | ZebraStep):
+        if isinstance(step, ZebraStep):
+            return self._charged(step)
+        if isinstance(step, ElasticStep):
             return step
         if isinstance(step, MinibatchStep | ScoredStep):
             step.step = self.guarded(step.step, allowed)
@@ -250,6 +253,16 @@ class Session(contextlib.ExitStack):
             guarded.accumulate = CompiledStep(step.accumulate, allowed=allowed, around=self._compiling)
             guarded.update = self.guarded(step.update, 1)
         return guarded
+
+    def _charged(self, step: ZebraStep) -> Any:
+        """Return the step, the first call of which compiles its many programs, and is charged so."""
+        calls = itertools.count()
+
+        def run(state: State, batch: Any) -> Any:
+            with self._compiling() if next(calls) == 0 else contextlib.nullcontext():
+                return step(state, batch)
+
+        return run
 
     def _log(self, start: int, rows_kept: int, show: bool, tokens: str) -> StepLog:
         cfg, leader = self._cfg, self._group.leader

@@ -49,7 +49,7 @@ class ZebraPlan:
     def line(self) -> str:
         """Return the plan in one line."""
         counts = {count: self.moved.count(count) for count in sorted(set(self.moved))}
-        moved = ", ".join(f"{count} experts of {layers} layers" for count, layers in counts.items() if count) or "none"
+        moved = ", ".join(f"{count} of {layers} layers' experts" for count, layers in counts.items() if count) or "none"
         even = "no bandwidth is enough" if self.break_even is None else f"{self.break_even * 8e-9:.3g} Gbit/s"
         return (
             f"{self.microbatches} microbatches, on attention's devices {moved}: {self.seconds:.3g} s a step, "

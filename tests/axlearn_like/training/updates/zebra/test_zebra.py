@@ -52,6 +52,7 @@ def curves() -> dict[str, Any]:
     found["resumed"] = run("resumed", 8, after="half", zebra=ZEBRA)
     found["joined"] = run("joined", 8, after="half", microbatches=2)
     found["parted"] = run("parted", 8, after="one_half", zebra=ZEBRA.clone(moved=None, times=TIMES))
+    found["compiled"] = [row["event"] for row in read_rows(folder / "zebra" / "events.jsonl")].count("compile")
     found["events"] = [
         row for name in ("zebra", "parted") for row in read_rows(folder / name / "events.jsonl") if "moved" in row
     ]
@@ -67,6 +68,7 @@ def test_a_run_has_the_curve_of_one_mesh_and_goes_on_there_or_here():
     for name in ("zebra", "joined", "parted"):
         apart = np.abs(np.array(found[name]) / np.array(found["one"]) - 1)
         assert within(float(apart.max()), 1e-4) and len(apart) == 9
+    assert found["compiled"] == 1
     assert [row["moved"] for row in found["events"]] == [[1, 0], [0, 1]]
     assert "break-even bandwidth" in found["events"][1]["plan"]
 
