@@ -15,6 +15,7 @@ from axlearn_like.layers.moe.experts import BiasedExperts, Experts
 from axlearn_like.layers.moe.layer import MoE
 from axlearn_like.layers.parameter_names import merged, only, path_name, without
 from axlearn_like.learner import SGD, AdamW, Learner, Lion
+from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import TrainProgram, check_rows, describe_state, drops_out
 from axlearn_like.training.updates.zebra.lane import ExpertLane
 from axlearn_like.training.updates.zebra.split import EXPERTS, ExpertSplit
@@ -87,7 +88,8 @@ class Zebra(Configurable):
                 trainer.require(field, getattr(trainer, field) == none, f"{none} with zebra{also}")
             for axis in ("pipeline", "sequence"):
                 trainer.require("mesh", trainer.mesh.get(axis, 1) == 1, f"no axis {axis} with zebra")
-            trainer.require("loss", not trainer.loss.scores, "one that scores by no other policy, with zebra")
+            supervised = isinstance(trainer.loss, SupervisedLoss.Config)
+            trainer.require("loss", supervised, "SupervisedLoss.Config with zebra")
             learner = trainer.learner
             learner.require("groups", learner.groups == (), "() with zebra")
             learner.require("state_storage", learner.state_storage == (), "() with zebra")

@@ -15,6 +15,7 @@ from axlearn_like.layers.block_pattern import BlockPattern
 from axlearn_like.layers.decoder import Block, SandwichBlock
 from axlearn_like.learner import EMA, Muon, ParameterGroup
 from axlearn_like.run.metrics import read_rows
+from axlearn_like.training.alignment.kto import KTO
 from axlearn_like.training.evaluators import LossEvaluator
 from axlearn_like.training.replicas import Replicas
 from axlearn_like.training.trainer import Trainer
@@ -117,6 +118,8 @@ def test_what_no_zebra_step_has_is_refused():
     refused(r"microbatches.*1 with zebra, whose own", microbatches=2)
     refused(r"replicas.*None with zebra", replicas=Replicas.Config())
     refused(r"mesh.*no axis pipeline with zebra", mesh={"pipeline": 2})
+    with pytest.raises(ConfigError, match=r"loss.*SupervisedLoss\.Config with zebra"):
+        ZEBRA.check_trainer(trainer(mixture(), loss=KTO.Config()))
     learner = trainer(mixture()).learner
     refused(r"learner\.groups.*\(\) with zebra", learner=learner.clone(groups=(ParameterGroup.Config(),)))
     refused(r"learner\.optimizer.*AdamW, Lion or SGD", learner=learner.clone(optimizer=Muon.Config()))
