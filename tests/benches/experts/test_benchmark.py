@@ -49,4 +49,4 @@ def test_two_groups_of_devices_overlap_and_experts_that_move_make_them_even():
     assert code == 0 and "zebra_ratio" not in result["not_measured"], result
     # By stated times, which other work on the machine lengthens little.
     assert 1.4 < result["zebra_ratio"] <= 2.0 and 1.03 < result["asymmetric_ratio"] < 4 / 3.4
-    assert 0.9 < result["zebra_ratio_computed"] < 2.0 and result["zebra_ratio"] <= result["zebra_ratio_planned"] * 1.05
+    assert 0.6 < result["zebra_ratio_computed"] < 2.0 and result["zebra_ratio"] <= result["zebra_ratio_planned"] * 1.05
