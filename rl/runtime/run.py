@@ -32,7 +32,7 @@ from rl.fleet.plan import plan_fleet, refuse
 from rl.fleet.requests import role_requests
 from rl.runtime.inprocess import DeviceSplit, run_inprocess
 from rl.runtime.phases import Phases
-from rl.runtime.policies.changes import failures, stopped_policies, with_joined
+from rl.runtime.policies.changes import TakenChanges, failures, stopped_policies, with_joined
 from rl.runtime.policies.configs import check_policies, policy_configs
 from rl.runtime.policies.runs import OpenRuns, PolicyRun, open_policy_runs
 from rl.runtime.policy_phases import PolicyPhases
@@ -180,7 +180,12 @@ class RLRun:
         """Open the directories of policies that have joined since the last look; one that cannot be is named."""
         assert self._opened is not None
         found = []
-        for part in self._opened.new():
+        try:
+            new = self._opened.new()
+        except UserError as error:
+            self._say(f"no policy joins: {error}")
+            return []
+        for part in new:
             try:
                 opened = self._opened.open(part)
                 self._record(opened, False)
@@ -193,7 +198,13 @@ class RLRun:
         return found
 
     def _stopped(self, run: RunDirectory) -> frozenset[str]:
-        return stopped_policies(run) if self._cfg.policies else frozenset()
+        """Return the policies that are to stop, or have stopped where the file that says so was spoilt since."""
+        if not self._cfg.policies:
+            return frozenset()
+        try:
+            return stopped_policies(run)
+        except UserError:
+            return frozenset(part.name for part in self._parts if TakenChanges(run).is_stopped(part.name))
 
     def _are_done(self, but: Collection[str] = ()) -> bool:
         return all(self._is_done(part) for part in self._parts if part.name not in but)

@@ -1,9 +1,11 @@
 """The files of a run as its supervisor follows them: completed updates, the processes of the roles, long waits."""
 
+import contextlib
 from typing import Any
 
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.jsonl import JsonlTail
+from mesh import UserError
 from rl.experiment import RLExperiment
 from rl.runtime.policies.changes import changes_path, policy_run, read_changes
 from rl.runtime.policies.runs import policy_runs
@@ -43,7 +45,9 @@ class RunLogs:
 
     def _follow_joined(self) -> None:
         """Follow the policies that have joined since the last look."""
-        if self._changes.new_lines():
+        if not self._changes.new_lines():
+            return
+        with contextlib.suppress(UserError):  # a spoilt file, of which the driver tells
             for name in read_changes(self._run).joined.keys() - self._metrics.keys():
                 own = policy_run(self._run, name)
                 self._metrics[name], self._steps[name] = JsonlTail(own.metrics_path), 0

@@ -156,6 +156,23 @@ def test_a_policy_that_cannot_be_saved_fails_alone_and_is_resumed_while_the_othe
     assert told == ["policy_admitted", "policy_admitted", "policy_failed"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("row", ["no JSON}\n", '{"event": "add", "policy": "c", "edits": {"lerner": "1"}}\n'])
+def test_a_row_that_somebody_spoils_costs_a_run_nothing_and_is_named_at_the_next(tmp_path: Path, row: str) -> None:
+    def spoil(whole: RunDirectory) -> None:
+        with changes_path(whole).open("a") as file:
+            file.write(row)
+
+    said, cfg, whole = list[str](), fleet("a", "b", policy_slots=3), RunDirectory.attach(tmp_path)
+    look = asked_at("a", 1, spoil)
+    stop = lambda: bool(look(whole))  # noqa: E731
+    report = RLRun(cfg.build(), say=said.append).run(tmp_path, runtime="inprocess", progress=False, stop=stop)
+    assert report is not None and sorted(report["policies"]) == ["a", "b"]
+    assert [line for line in said if line.startswith("no policy joins: ")]
+    with pytest.raises(UserError, match=r"policies.jsonl, line 1 is not JSON|policies\['c'\] has no field 'lerner'"):
+        run(tmp_path, cfg)
+
+
 # ---- what cannot be
 
 
