@@ -1,7 +1,7 @@
 """Prompts in segments: written from bases and anchors where these are near enough, else computed and learned from.
 
 Both happen between two dispatches. What begins like a cached prompt is taken from there first, as ever; segments behind
-it are approximations. A prompt of which one placeholder must be computed is computed as a whole.
+it, up to the last long one, are approximations. A prompt of which one must be computed is computed as a whole.
 """
 
 import dataclasses
@@ -67,12 +67,13 @@ class SegmentReuse:
 
     def _begin(self, sequence: Sequence) -> None:
         self._scheduler.reused += self._scheduler.adopt(sequence)
-        key, parts = sequence.cache_key, _parts(sequence)
-        known = parts[-1].end
-        if key is None or known - sequence.cached < self._kvcomm.cfg.least_tokens:
+        least = self._kvcomm.cfg.least_tokens
+        key, parts = sequence.cache_key, _parts(sequence, least)
+        known = parts[-1].end if parts else 0
+        if key is None or known - sequence.cached < least:
             self._computed[sequence] = key, []
             return
-        self._kvcomm.count(requests=1, prompt_tokens=known)
+        self._kvcomm.count(requests=1, prompt_tokens=sum(segment.tokens for segment in sequence.segments))
         bases = self._bases(sequence, key, parts)
         corrections = {} if bases is None else self._corrections(key, parts, bases)
         refused = [place for place, one in corrections.items() if one is None]
@@ -162,7 +163,7 @@ class SegmentReuse:
         if not places or key != sequence.cache_key:
             return  # computed under other weights than it began with
         self._computed[sequence] = key, []
-        parts = _parts(sequence)
+        parts = _parts(sequence, self._kvcomm.cfg.least_tokens)
         template = _template(parts)
         for place in places:
             found = self._offsets(sequence, key, parts[place])
@@ -181,8 +182,12 @@ class SegmentReuse:
             return base, offsets_of(found, base, np.int32(part.start), form=self._form)
 
 
-def _parts(sequence: Sequence) -> list[_Part]:
-    """Return the segments of a sequence as parts; the last token of all is not among them, for it is fed."""
+def _parts(sequence: Sequence, least: int) -> list[_Part]:
+    """Return the segments of a sequence as parts, up to the last one of so many tokens.
+
+    What is behind it, such as a question about a text, is short: computed over what was reused, it costs little, and
+    sees its context. The last token of all is fed, and in no part.
+    """
     parts, start = list[_Part](), 0
     for segment in sequence.segments:
         end = min(start + segment.tokens, len(sequence.tokens) - 1)
@@ -192,6 +197,8 @@ def _parts(sequence: Sequence) -> list[_Part]:
         elif tokens:
             parts.append(_Part(start, tokens, segment.placeholder))
         start = end
+    while parts and len(parts[-1].tokens) < least:
+        parts.pop()
     return parts
 
 

@@ -137,7 +137,8 @@ def _speed(job: Job) -> dict[str, Any]:
     eager = job.kvcomm.clone(entropy=1.0, anchors=4)
     tokenizer = TOKENIZER.build()
     dense, found = (
-        _answers(few, _engine(job, cfg, params, tokenizer, **fields), params) for fields in ({}, {"kvcomm": eager})
+        _answers(few, _engine(job, cfg, params, tokenizer, **fields), params, [["=0", "=0"]] * few.problems)
+        for fields in ({}, {"kvcomm": eager})
     )
     figures = _figures(found, dense)
     names = {"ttft_ratio": "ttft_ratio", "ttft_ratio_with_bases": "ttft_ratio_of_reused"}

@@ -43,7 +43,8 @@ class KVComm(Configurable):
         temperature: float = 1.0  # temperature of the softmax over distances that makes the weights
         offsets: bool = True  # False: rotation alone, without anchors; to compare with
         bases: int = 64  # segments whose base is kept, least recently used first to go
-        least_tokens: int = 64  # tokens that a prefix leaves, without which nothing is reused
+        # Tokens of a long segment: what is behind the last one is computed, and so is all if a prefix leaves fewer
+        least_tokens: int = 64
 
         def check_fields(self) -> None:
             """Refuse numbers that no pool of anchors can have."""
