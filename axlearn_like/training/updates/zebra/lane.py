@@ -33,14 +33,10 @@ class ExpertLane:
         split: ExpertSplit,
         meshes: tuple[Mesh, Mesh],
         rules: AxisRules,
-        *,
-        overlap: bool = True,
     ):
-        """Take how to make the programs of experts from `first` on, so many of them.
-
-        `overlap`: False waits for every program before the next one starts, to compare with.
-        """
-        self._split, self._meshes, self._rules, self.overlap = split, meshes, rules, overlap
+        """Take how to make the programs of experts from `first` on, so many of them."""
+        self._split, self._meshes, self._rules = split, meshes, rules
+        self.overlap = True  # False: every program is waited for before the next one starts, to compare with
         self._here, self._there = (_by_rows(mesh, rules) for mesh in meshes)
         every = split.num_experts
         self.local = {one.count: stages(every - one.count, one.count) for one in split.local if one is not None}

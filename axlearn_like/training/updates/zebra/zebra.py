@@ -69,7 +69,6 @@ class Zebra(Configurable):
         # Experts of each layer on attention's devices, or one number for all layers; None: by `times`, or none
         moved: tuple[int, ...] | None = None
         times: ZebraTimes.Config | None = None  # measured times of both groups, to plan by; None: nothing is planned
-        overlap: bool = True  # False: one program at a time, to compare with
 
         @override
         def check_fields(self) -> None:
@@ -149,7 +148,7 @@ class Zebra(Configurable):
             others = [device for device in jax.devices() if device not in devices]
             meshes = self.divide(trainer.mesh, [*devices, *others])
             count, moved = self.settled(trainer, meshes)
-            return _program(trainer, meshes, learner, count, moved, overlap=self.overlap)
+            return _program(trainer, meshes, learner, count, moved)
 
         def told(self, trainer: Any, meshes: Sequence[Mesh]) -> dict[str, Any]:
             """Return fields of the event that a run begins with: where what is computed, and the plan's line."""
@@ -178,7 +177,7 @@ def first_by_group(program: TrainProgram, seed: int) -> Callable[[Params], Param
 
 
 def _program(
-    trainer: Any, meshes: tuple[Mesh, Mesh], learner: Learner, count: int, moved: tuple[int, ...], *, overlap: bool
+    trainer: Any, meshes: tuple[Mesh, Mesh], learner: Learner, count: int, moved: tuple[int, ...]
 ) -> TrainProgram:
     model: Any = resolve(trainer.model, build_abstract)
     loss, rules = trainer.loss.build(), trainer.axis_rules
@@ -190,9 +189,7 @@ def _program(
             described.insert(0, state)
     with use_mesh(meshes[0], rules):
         attention = AttentionStages(model, loss, count)
-        lane = ExpertLane(
-            partial(ExpertStages, model.block.feed_forward.experts), split, meshes, rules, overlap=overlap
-        )
+        lane = ExpertLane(partial(ExpertStages, model.block.feed_forward.experts), split, meshes, rules)
         step = ZebraStep(attention, lane, learner, split, meshes, rules)
         return TrainProgram(step, split.described(*described), graphdef, init)
 
