@@ -46,7 +46,7 @@ def make_manifest(tree: Any) -> dict[str, dict[str, Any]]:
     if all(device.platform == "cpu" and device.process_index == jax.process_index() for device in devices):
         checksums = [part_checksum(np.asarray(leaf).reshape(-1), [1], 0) for leaf in leaves]
     else:
-        checksums = jax.device_get(_checksums(leaves))
+        checksums = device_checksums(leaves)
     return {
         name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "checksum": int(checksum)}
         for name, leaf, checksum in zip(names, leaves, checksums, strict=True)
@@ -68,6 +68,18 @@ def checksum(x: jax.Array) -> jax.Array:
         index = index + along.reshape([-1 if a == axis else 1 for a in range(x.ndim)])
         stride *= x.shape[axis]
     return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+
+
+def device_checksums(leaves: Sequence[Any]) -> list[int]:
+    """Return the checksum of each array, by one program for those on the same devices."""
+    groups: dict[frozenset[Any], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        fixed = isinstance(leaf, jax.Array) and leaf.committed
+        groups.setdefault(frozenset(leaf.sharding.device_set if fixed else ()), []).append(number)
+    found = {}
+    for numbers in groups.values():
+        found |= zip(numbers, jax.device_get(_checksums([leaves[number] for number in numbers])), strict=True)
+    return [int(found[number]) for number in range(len(leaves))]
 
 
 _checksums: Any = jax.jit(lambda leaves: [checksum(leaf) for leaf in leaves])

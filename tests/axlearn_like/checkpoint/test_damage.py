@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
@@ -14,9 +15,10 @@ import pytest
 
 from axlearn_like.checkpoint import manifest, reader
 from axlearn_like.checkpoint.damage import find_damage
-from axlearn_like.checkpoint.manifest import checksum, part_checksum
+from axlearn_like.checkpoint.manifest import checksum, device_checksums, part_checksum
 from axlearn_like.checkpoint.versions import CheckpointError
 from tests.axlearn_like.checkpoint.test_checkpointer import abstract, data_files, make_state, save_steps
+from tests.elsewhere import elsewhere
 
 FAILURES = [
     *(kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -138,3 +140,15 @@ def test_a_manifest_of_arrays_in_memory_compiles_no_program(monkeypatch: pytest.
     assert {name: entry["checksum"] for name, entry in manifest.make_manifest(tree).items()} == {
         name: int(checksum(jnp.asarray(leaf))) for name, leaf in tree.items()
     }
+
+
+def sums_on_two_devices() -> list[int]:
+    there = [jax.device_put(np.arange(7 * n + 1, dtype=np.float32), jax.devices()[n % 2]) for n in range(4)]
+    return device_checksums([*there, jnp.arange(3)])
+
+
+@pytest.mark.slow
+def test_arrays_on_several_groups_of_devices_have_checksums():
+    arrays = [*(np.arange(7 * n + 1, dtype=np.float32) for n in range(4)), np.arange(3, dtype=np.int32)]
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    assert elsewhere(sums_on_two_devices, environ=two) == [part_checksum(one, [1], 0) for one in arrays]

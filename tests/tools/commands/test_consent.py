@@ -52,8 +52,8 @@ COMPUTE = ("axlearn_like.layers", "axlearn_like.kernels", "axlearn_like.learner"
 # account at a tracker is shown (another account needs consent as a whole). The text of a run could leave out the
 # encryption (`Tls`) as a whole; addresses that other machines reach need `listen:HOST`.
 HARMLESS = set(
-    """AgentProgram.pure AgentProgram.verify Delegate.pure Delegate.verify Nim.pure Nim.verify NimAgainst.pure
-    NimAgainst.verify PlanAndSolve.pure PlanAndSolve.verify
+    """AgentProgram.pure AgentProgram.verify Agents.pure Agents.verify Delegate.pure Delegate.verify Nim.pure Nim.verify
+    NimAgainst.pure NimAgainst.verify PlanAndSolve.pure PlanAndSolve.verify
     RoleEnvironment.pure RoleEnvironment.verify PromptPool.same_noise
     Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
     MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
