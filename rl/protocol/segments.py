@@ -35,3 +35,7 @@ class SegmentedText(str):
         text = super().__new__(cls, "".join(part.text for part in parts))
         text.segments = parts
         return text
+
+    def __getnewargs__(self) -> tuple[tuple[TextSegment, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return what makes a copy, in this process or another."""
+        return (self.segments,)

@@ -1,5 +1,6 @@
 """Agents: who sees what, prompts that begin alike as far as they can, and placeholders without text."""
 
+import pickle
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -67,6 +68,12 @@ def test_segments_say_which_text_comes_from_where() -> None:
     tokens, spans = encode_segments(critic, TOKENIZER)
     assert sum(one.tokens for one in spans) == len(tokens)
     np.testing.assert_array_equal(tokens, encode_prompt(critic, TOKENIZER))  # bytes: every border is one of tokens
+
+
+def test_a_copy_of_a_text_has_its_segments() -> None:
+    (text, *_) = shown(CFG, ROW)
+    copy = pickle.loads(pickle.dumps(text))
+    assert copy == text and copy.segments == text.segments and isinstance(copy, SegmentedText)
 
 
 def longest_shared(prompts: list[tuple[str, ...]]) -> int:
