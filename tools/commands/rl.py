@@ -235,6 +235,7 @@ def _show_ettr(directory: Path, trace: list[Failure]) -> None:
     from rl.runtime.simulated.result import replayed_ettr
 
     jax.config.update("jax_platforms", "cpu")  # the roles have ended, and the simulation opens no other device
+    click.echo("simulating the same failures by this run's durations")
     found = replayed_ettr(directory, trace)
     (directory / "ettr.json").write_text(json.dumps(found) + "\n")
     kills = f"{found['kills']} kill{'s' * (found['kills'] != 1)}"
