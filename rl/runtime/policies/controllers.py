@@ -153,7 +153,7 @@ class Controllers:
         """
         found = {name: controller.status() for name, controller in self._controllers.items()}
         first = next(iter(found.values()))
-        counts = [name for name, value in first.items() if type(value) is int and name != "version"]
+        counts = [name for name, value in first.items() if type(value) is int and name not in ("version", "evaluating")]
         return {
             **{name: sum(status[name] for status in found.values()) for name in counts},
             "workers": sorted({worker for status in found.values() for worker in status["workers"]}),

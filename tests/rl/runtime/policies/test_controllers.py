@@ -21,7 +21,7 @@ from rl.runtime.policies.changes import TakenChanges, failures
 from rl.runtime.policies.controllers import Controllers
 from tests.rl.controller.scripted import STEPS, assert_same_prompts, config, drain, scored
 from tests.rl.runtime.policies.tiny_policies import tiny_policies
-from tests.rl.tiny import make_group, tiny_run, tiny_tasks
+from tests.rl.tiny import make_group, tiny_experiment, tiny_run, tiny_tasks
 
 
 def controller(number: int, *, incarnation: int = 0, **changes: Any) -> Controller:
@@ -131,6 +131,15 @@ def test_what_is_submitted_for_one_policy_never_reaches_another():
             assert [group.prompt.id for group in batch] == prompts
     status = controllers.status()
     assert status["verified"] == 6 * STEPS and status["policies"]["b"]["verified"] == 2 * STEPS
+
+
+def test_one_policy_is_evaluated_while_others_are_not(tmp_path: Path):
+    cfg = tiny_experiment()
+    first = cfg.build().make_controller(tiny_run(tmp_path, cfg))
+    first.begin(0, 0)
+    controllers = Controllers({"a": first, "b": controller(1)}, FairShare(None, quantum=1))
+    by_policy = controllers.status()["policies"]
+    assert (by_policy["a"]["evaluating"], by_policy["b"]["evaluating"]) == (0, None)
 
 
 def test_a_policy_that_fails_is_named_and_gets_nothing_more(tmp_path: Path):
