@@ -54,7 +54,7 @@ def test_what_fails_the_same_way_three_times_before_the_process_is_not_tried_aga
     assert statuses[2][1].endswith("failed 3 times in the same way (status 2); it is not tried again\n")
     with tarfile.open(tmp_path / "axl.tar.gz", "w:gz"):
         pass
-    different = "sleep() { :; }; echo $RANDOM$RANDOM; false"
+    different = "sleep() { command sleep 0.4; }; echo $RANDOM$RANDOM; false"  # long enough for the log to be written
     assert [run(str(tmp_path / "axl.tar.gz"), different)[0] for _ in range(4)] == [70] * 4
     record = next((tmp_path / "a run" / "launch" / "logs").glob("*.failed"))
     record.write_text("2$(touch hit)\nx[$(touch hit)]")
