@@ -75,9 +75,12 @@ def _on_cores(rows: Sequence[Mapping[str, Any]], found: Durations, cfg: Any) -> 
 
     The CPU seconds of an event do not depend on what else computes. Undisturbed it takes that many, over the most
     cores that one of its kind has used. What a process spends between two events takes one core. What grows with a
-    lease's rollouts is known if leases differ in size. Runs before CPU seconds were logged have none.
+    lease's rollouts is known if leases differ in size. There are none of runs before CPU seconds were logged, nor of
+    runs whose roles share a process.
     """
-    if not any(row.get("cpu") for row in rows):
+    pids = {row["role"]: row["pid"] for row in rows if row["event"] == "start" and "pid" in row}
+    rows = [row for row in rows if row.get("cpu")]
+    if not rows or len({*pids.values()}) < len(pids):
         return found, set()
     known = {"update_cores": _cores(rows, "update"), "decode_cores": _cores(rows, "generate")}
     updates, drawn = timed(rows, "update"), timed(rows, "generate")
@@ -91,7 +94,7 @@ def _on_cores(rows: Sequence[Mapping[str, Any]], found: Durations, cfg: Any) -> 
     fixed, each = _line([size for size, _ in between], [seconds for _, seconds in between])
     known |= {"call": fixed / _CALLS, "lease": each * cfg.samples_per_prompt / known["decode_cores"]}
     known["update_rest"] = max(0.0, mean_of([seconds for _, seconds in _between(rows, "update")]) - found.push)
-    consumed = timed([{**row, "seconds": 0.0} for row in rows], "consumed")
+    consumed = [row for row in rows if row["event"] == "consumed"]
     if len(consumed) > 1:
         spent = consumed[-1]["cpu"] - consumed[0]["cpu"]
         known["rollout_rest"] = max(0.0, spent) / (len(consumed) - 1) * len(updates) / max(sum(sizes), 1)

@@ -31,14 +31,21 @@ def test_durations_of_one_run_predict_another_configuration(tmp_path: Path, work
     assert period_of(there[1], 12) == pytest.approx(period_of(there[0], 12), rel=0.15)
 
 
-def test_cpu_seconds_tell_durations_whatever_else_computes(tmp_path: Path):
-    """Events of a busy host: its waits are in `seconds`, what an undisturbed role would take is not."""
+@pytest.mark.parametrize("apart", [True, False])
+def test_cpu_seconds_tell_durations_whatever_else_computes(tmp_path: Path, apart: bool):
+    """Events of a busy host: its waits are in `seconds`, what an undisturbed role would take is not.
+
+    In one process, CPU seconds are those of all roles.
+    """
     true = Durations(decode_step=0.01, decode_row=0.001, decode_cores=1.25, update=0.5, update_cores=1.6, call=0.02)
     lease, rest, controller, cpu = 0.04, 0.06, 0.001, {"trainer": 1.0, "worker-0": 1.0, "controller": 1.0}
     cfg = tiny_experiment(workers=1, evaluation=None)
     cfg.engine.set(max_num_seqs=64)
     each = cfg.samples_per_prompt
-    rows: list[dict[str, Any]] = []
+    roles = enumerate(cpu)
+    rows: list[dict[str, Any]] = [
+        {"time": 0.0, "role": role, "event": "start", "pid": number if apart else 7} for number, role in roles
+    ]
 
     def event(role: str, name: str, spent: float, cores: float, after: float, **fields: Any) -> None:
         waits = 0.0 if len(rows) > 150 else 1.0  # the last ones are undisturbed
@@ -63,6 +70,9 @@ def test_cpu_seconds_tell_durations_whatever_else_computes(tmp_path: Path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     found = calibrated(tmp_path, cfg, 2.0, read_lengths("fixed:5", 6))
+    if not apart:
+        assert (found.update_cores, found.decode_row, found.lease, found.rollout_rest) == (1.0, 0.0, 0.0, 0.0)
+        return
     for name in ("decode_step", "decode_row", "decode_cores", "update", "update_cores", "call"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6), name
     assert (found.lease, found.update_rest) == (pytest.approx(lease), pytest.approx(rest))
