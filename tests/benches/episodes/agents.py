@@ -9,7 +9,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,9 +17,8 @@ import numpy as np
 from flax import nnx
 
 from axlearn_like.checkpoint.convert import StartFrom
-from axlearn_like.checkpoint.reader import list_steps, restore_params
-from axlearn_like.layers.base import Params, build_abstract, split
-from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
+from axlearn_like.layers.base import Params, split
+from axlearn_like.tokenizers.protocol import Tokenizer
 from axlearn_like.training.trainer import Trainer
 from experiments.tasks.agents import TOKENIZER, Lookup, lookup, lookup_roles, lookup_seed, lookup_sft, role_prompt
 from models.tiny import tiny
@@ -30,8 +28,8 @@ from rl.rollout.decoding.scores import TokenScores
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.kv_cache.kvcomm.anchors import KVComm
 from rl.rollout.request import Request, StopConditions
-from rl.rollout.sampling import Sampler
 from rl.tasks.encoding import encode_segments
+from tests.benches.episodes.policies import greedy_engine, trained_params
 
 _UNSEEN = 3_000_000  # number of the first problem, behind those of training
 
@@ -121,11 +119,8 @@ def _trained(job: Job) -> tuple[Trainer.Config, Params, float]:
         first.build().run(f"{folder}/short")
         cfg = lookup_sft(steps=job.long, words=job.words).set(start_from=StartFrom.Config(path=f"{folder}/short"))
         cfg.input.batch_size = 4
-        cfg.learner.schedule.set(peak_lr=2e-3, end_lr=7e-4, warmup_steps=10)
-        cfg.build().run(f"{folder}/long")
-        checkpoints = Path(folder) / "long" / "checkpoints"
-        abstract = split(build_abstract(cfg.model))[1]
-        params = restore_params(checkpoints / str(max(list_steps(checkpoints))), abstract)
+        cfg.learner.schedule.set(peak_lr=2e-3, end_lr=7e-4, warmup_steps=min(10, job.long - 1))
+        params = trained_params(cfg, Path(folder) / "long")
     return cfg, params, time.perf_counter() - began
 
 
@@ -148,18 +143,8 @@ def _speed(job: Job) -> dict[str, Any]:
 
 
 def _engine(job: Job, cfg: Trainer.Config, params: Params, tokenizer: Tokenizer, **fields: Any) -> RolloutEngine:
-    engine = RolloutEngine.Config(
-        model=cfg.model,
-        stop_tokens=(tokenizer.eos,),
-        max_prompt_tokens=job.words + 96,
-        max_new_tokens=1,
-        max_num_seqs=2,
-        steps_per_dispatch=1,
-        sampler=Sampler.Config(temperature=0.0),
-        **{"enable_prefix_caching": False, **fields},
-    ).build(decode=partial(completion_text, tokenizer))
-    engine.set_weights(params, 0)
-    return engine
+    sizes = {"max_prompt_tokens": job.words + 96, "max_new_tokens": 1, "max_num_seqs": 2, "steps_per_dispatch": 1}
+    return greedy_engine(cfg, params, tokenizer, **sizes, **{"enable_prefix_caching": False, **fields})
 
 
 def _answers(

@@ -6,23 +6,20 @@ each plan itself.
 
 import statistics
 import time
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import numpy as np
 
-from axlearn_like.checkpoint.reader import list_steps, restore_params
-from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
-from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
+from axlearn_like.tokenizers.protocol import Tokenizer
 from experiments.tasks.expressions import PHRASES, expression, expressions_sft, problem_seed
 from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.graph.decoding import GraphDecoding, GraphRecord, Order
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
-from rl.rollout.sampling import Sampler
+from tests.benches.episodes.policies import greedy_engine, trained_params
 
 _UNSEEN = 3_000_000  # number of the first problem, behind those of training
 
@@ -51,21 +48,9 @@ def _trained(steps: int, tokenizer: Tokenizer) -> RolloutEngine:
     """Return an engine with a policy that was fine-tuned for so many steps."""
     cfg = expressions_sft(steps=steps)
     with TemporaryDirectory() as folder:
-        cfg.build().run(folder)
-        checkpoints = Path(folder) / "checkpoints"
-        abstract = split(build_abstract(cfg.model))[1]
-        params = restore_params(checkpoints / str(max(list_steps(checkpoints))), abstract)
-    engine = RolloutEngine.Config(
-        model=cfg.model,
-        stop_tokens=(tokenizer.eos,),
-        max_prompt_tokens=96,
-        max_new_tokens=128,
-        max_num_seqs=8,
-        steps_per_dispatch=4,
-        sampler=Sampler.Config(temperature=0.0),
-    ).build(decode=partial(completion_text, tokenizer))
-    engine.set_weights(params, 0)
-    return engine
+        params = trained_params(cfg, Path(folder))
+    sizes = {"max_prompt_tokens": 96, "max_new_tokens": 128, "max_num_seqs": 8, "steps_per_dispatch": 4}
+    return greedy_engine(cfg, params, tokenizer, **sizes)
 
 
 def _decode(engine: RolloutEngine, tokenizer: Tokenizer, order: Order, problems: int) -> dict[str, float]:
