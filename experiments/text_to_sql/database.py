@@ -1,12 +1,17 @@
-"""Queries that nobody trusts, on SQLite: an authorizer lets them read, and a clock ends them."""
+"""Queries that nobody trusts, on SQLite: an authorizer lets them read, or write in memory; a clock ends them."""
 
 import sqlite3
 import time
 from typing import Any, NamedTuple
 
-__all__ = ["QueryTimeout", "Result", "memory_database", "query", "read_only"]
+__all__ = ["QueryTimeout", "Result", "memory_database", "query", "read_only", "savepoint", "writable"]
 
 _READING = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE)
+_WRITING = (
+    *(sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE, sqlite3.SQLITE_ALTER_TABLE),
+    *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_DROP_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_DROP_INDEX),
+    *(sqlite3.SQLITE_CREATE_VIEW, sqlite3.SQLITE_DROP_VIEW, sqlite3.SQLITE_REINDEX),
+)
 # Files, code, and values that differ from call to call.
 _REFUSED = ("load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "random", "randomblob")
 _STEPS = 1000  # steps of SQLite's machine between two looks at the clock
@@ -59,6 +64,26 @@ def read_only(connection: sqlite3.Connection) -> sqlite3.Connection:
     return connection
 
 
+def writable(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Return a `memory_database` by which tables can be read and changed, each statement by itself."""
+    read_only(connection).isolation_level = None
+    connection.set_authorizer(_authorize_writing)
+    return connection
+
+
+def savepoint(connection: sqlite3.Connection, command: str) -> None:
+    """Run "SAVEPOINT", "RELEASE" or "ROLLBACK TO" on a `writable` database, whose queries may not.
+
+    Nothing is done where the savepoint is gone: SQLite drops it with all changes if the clock ends a statement.
+    """
+    if command == "SAVEPOINT" or connection.in_transaction:
+        connection.set_authorizer(None)
+        try:
+            connection.execute(f"{command} partial_query")
+        finally:
+            connection.set_authorizer(_authorize_writing)
+
+
 def query(connection: sqlite3.Connection, text: str, *, max_rows: int, seconds: float) -> Result:
     """Run a query of a connection that is `read_only`.
 
@@ -85,6 +110,10 @@ def query(connection: sqlite3.Connection, text: str, *, max_rows: int, seconds: 
 def _authorize_script(action: int, first: str | None, *_: str | None) -> int:
     limit = action == sqlite3.SQLITE_PRAGMA and str(first).lower() in ("max_page_count", "page_size")
     return sqlite3.SQLITE_DENY if limit else sqlite3.SQLITE_OK
+
+
+def _authorize_writing(action: int, first: str | None, *others: str | None) -> int:
+    return sqlite3.SQLITE_OK if action in _WRITING else _authorize(action, first, *others)
 
 
 def _authorize(action: int, _: str | None, second: str | None, *__: str | None) -> int:

@@ -113,14 +113,15 @@ class Environment(Configurable, abc.ABC):
             """Return `pure`, or what follows from the parts."""
             return self.pure
 
-        def reader(self, shared: Any, tell: Callable[[Callable[[Any], Any]], Any]) -> ActionReader | None:
+        def reader(self, shared: Any, tell: Callable[[Callable[[Any], Any]], Any], row: Row) -> ActionReader | None:
             """Return a reader of the next action, as it is drawn; None: it is read when it is whole.
 
             Args:
                 shared: what `share_with` has built.
                 tell: queues a call with the environment, in the thread of its episode.
+                row: what `reset` gets.
             """
-            del shared, tell
+            del shared, tell, row
             return None
 
         def role(self) -> str:

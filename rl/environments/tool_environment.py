@@ -65,10 +65,10 @@ class ToolEnvironment(Environment):
             return Toolbox(self.tools, self.calls, self.partial)
 
         @override
-        def reader(self, shared: Toolbox, tell: Callable[[Callable[[Any], Any]], Any]) -> ActionReader | None:
+        def reader(self, shared: Toolbox, tell: Callable[[Callable[[Any], Any]], Any], row: Row) -> ActionReader | None:
             if shared.ahead is None or shared.ahead.idle:
                 return None
-            return ActionReader(shared.ahead, lambda event: tell(lambda environment: environment.run_ahead(event)))
+            return ActionReader(shared.ahead, lambda event: tell(lambda one: one.run_ahead(event)), row)
 
         @override
         def is_pure(self) -> bool:

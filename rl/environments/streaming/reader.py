@@ -48,8 +48,8 @@ class Tools:
 class ActionReader:
     """Reader of one action; `tell` has each event that is to be acted on, in order."""
 
-    def __init__(self, tools: Tools, tell: Callable[[Event], Any]):
-        self._tools, self._tell = tools, tell
+    def __init__(self, tools: Tools, tell: Callable[[Event], Any], row: Mapping[str, Any]):
+        self._tools, self._tell, self._row = tools, tell, row
         self._text, self._first, self._number = "", 0, 0  # text behind the last complete call, its place, its number
         self._seen = 0  # events of that text
         self._called = dict[int, str]()  # call -> tool
@@ -98,6 +98,6 @@ class ActionReader:
             return f"unknown argument {name!r}{did_you_mean(name, names)}"
         name = name or (next(iter(names)) if len(names) == 1 else "")
         if (number, name) not in self._checkers:
-            self._checkers[number, name] = cfg.checker(name)
+            self._checkers[number, name] = cfg.checker(name, self._row)
         checker = self._checkers[number, name]
         return "" if checker is None else checker.feed(text)

@@ -26,7 +26,8 @@ class PythonTool(Tool):
         sandbox: Sandbox.Config = Sandbox.Config(processes=4, deadline_s=2.0)
 
         @override
-        def checker(self, name: str) -> ArgumentChecker | None:
+        def checker(self, name: str, row: Mapping[str, Any]) -> ArgumentChecker | None:
+            del row
             return _Syntax() if name == "code" else None
 
     def __init__(self, cfg: Config):

@@ -85,9 +85,9 @@ class Tool(Configurable, abc.ABC):
             """Return the field that the schema is made from, for messages."""
             return "name"
 
-        def checker(self, name: str) -> ArgumentChecker | None:
-            """Return a reader of an argument that finds what can only fail; None: there is none."""
-            del name
+        def checker(self, name: str, row: Mapping[str, Any]) -> ArgumentChecker | None:
+            """Return a reader of an argument, in an episode of a row, that finds what can only fail; None: none."""
+            del name, row
             return None
 
         def described(self) -> dict[str, Any]:

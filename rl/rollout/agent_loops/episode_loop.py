@@ -86,7 +86,7 @@ class EpisodeLoop:
         while (yield Observe(given, segments)) == len(given) and len(turns) < cfg.max_turns:
             first = len(completion.output_tokens)
             limit, strings = _limits(seen, cfg)
-            reader = cfg.reader(self._shared, thread.call)
+            reader = cfg.reader(self._shared, thread.call, self._row)
             watch = None if reader is None else TextWatch(self._tokenizer, reader)
             reason: FinishReason = yield Generate(limit, strings, watch)
             drawn = completion.output_tokens[first:].tolist()

@@ -57,6 +57,7 @@ HARMLESS = set(
     RoleEnvironment.pure RoleEnvironment.verify PromptPool.same_noise
     Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
     MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
+    SQLTool.writable
     PartialExecution.abort_invalid
     ToolEnvironment.pure ToolEnvironment.verify OpenEnvEnvironment.pure OpenEnvEnvironment.verify OpenRetrieval.pure
     _Interpreter.pure

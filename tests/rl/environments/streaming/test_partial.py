@@ -83,7 +83,7 @@ class Play:
         steps, refused = list[Step](), list[Invalid]()
         thread.call(lambda environment: environment.reset({})).result(10)
         for action in actions:
-            reader, found = self.cfg.reader(self.box, thread.call), None
+            reader, found = self.cfg.reader(self.box, thread.call, {}), None
             for at in range(0, len(action), piece):
                 found = None if reader is None else reader.read(action[at : at + piece])
                 if found is not None:
@@ -150,7 +150,7 @@ def test_fenced_code_runs_by_statements_and_is_dropped_where_the_action_says_som
     assert found == expected and figures["partial_calls"] == 3
     play = Play(FencedCalls.Config(), ON)
     thread = EnvironmentThread(lambda: play.cfg.build(shared=play.box), 5.0, "episode")
-    reader = play.cfg.reader(play.box, thread.call)
+    reader = play.cfg.reader(play.box, thread.call, {})
     assert reader is not None
     reader.read("```python\na = 5\nb = 1\n")
     steps = [
@@ -163,7 +163,7 @@ def test_fenced_code_runs_by_statements_and_is_dropped_where_the_action_says_som
 def test_slow_tools_have_answered_before_the_action_is_whole() -> None:
     play = Play(JsonCalls.Config(), ON)
     thread = EnvironmentThread(lambda: play.cfg.build(shared=play.box), 5.0, "episode")
-    reader = play.cfg.reader(play.box, thread.call)
+    reader = play.cfg.reader(play.box, thread.call, {})
     assert reader is not None
     reader.read(several(("look", {"key": "a"})))
     thread.call(lambda one: None).result(5)
@@ -178,7 +178,7 @@ def test_slow_tools_have_answered_before_the_action_is_whole() -> None:
 def test_a_result_is_used_for_the_very_arguments_alone() -> None:
     play = Play(JsonCalls.Config(), ON)
     thread = EnvironmentThread(lambda: play.cfg.build(shared=play.box), 5.0, "episode")
-    reader = play.cfg.reader(play.box, thread.call)
+    reader = play.cfg.reader(play.box, thread.call, {})
     assert reader is not None
     reader.read(several(("look", {"key": "a"})))
     step = thread.call(lambda one: one.step(several(("look", {"key": "z"})))).result(5)
@@ -234,7 +234,7 @@ def test_a_tool_that_gains_nothing_is_run_ahead_no_more() -> None:
     for _ in range(16):
         gains.turn("look", -2.0)
     thread = EnvironmentThread(lambda: play.cfg.build(shared=play.box), 5.0, "episode")
-    assert play.cfg.reader(play.box, thread.call) is None
+    assert play.cfg.reader(play.box, thread.call, {}) is None
     thread.close()
 
 
