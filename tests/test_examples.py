@@ -122,6 +122,15 @@ def test_the_notebooks_run_cell_by_cell_and_learn(tmp_path: Path, checkout: Path
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_first_notebook_plans_for_tpus(capsys: pytest.CaptureFixture[str]) -> None:
+    """The cells that train are run with --full alone; this one must not wait for them."""
+    text = (EXAMPLES / "notebooks" / "first_run.py").read_text()
+    (cell,) = [cell.partition("# %% [markdown]")[0] for cell in text.split("# %%\n") if "plan_launch(" in cell]
+    exec(compile(cell, "first_run.py", "exec"), {})
+    printed = capsys.readouterr().out
+    assert "mesh fsdp 4" in printed and "kind: JobSet" in printed
+
+
 def test_the_first_notebook_is_short() -> None:
     lines = (EXAMPLES / "notebooks" / "first_run.py").read_text().splitlines()
     assert sum(bool(line.strip()) and not line.startswith("#") for line in lines) <= 80

@@ -99,7 +99,8 @@ from tools.launch.launch import Launch
 from tools.launch.plan import plan_launch
 from tools.launch.submission import submission
 
-tpu = Launch.Config(experiment="demo", devices="v5p:2x2x1", workers=2, worker_devices="v6e:1x1", worker_capacity="spot")
+workers = {"workers": 2, "worker_devices": "v6e:1x1", "worker_capacity": "spot"}
+tpu = Launch.Config(experiment="demo", sets=("trainer.mesh={'fsdp': -1}",), devices="v5p:2x2x1", **workers)
 plan = plan_launch(tpu)
 files, bundle = submission(tpu, plan)
 print("\n".join(plan_lines(plan)), *files, sep="\n")
