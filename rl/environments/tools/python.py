@@ -1,8 +1,9 @@
 """A Python interpreter as a tool, in the project's sandbox; names live on from call to call of an episode.
 
 Each episode has a box of its own, from its first call to its end. A call that is killed at its deadline, or ends its
-own process, leaves the names as they were before it; files in the working folder stay. That a box was lost is said to
-the policy, and the next call begins with no names.
+own process, leaves the names as they were before it; files in the working folder stay. If a process dies, the calls so
+far are made again in a new box, and then the call: a death from outside (memory, kill -9) is not seen. If it dies each
+time, that is said to the policy; if its box was lost, the next call begins with no names.
 """
 
 import codeop
@@ -12,6 +13,7 @@ from typing import Any, override
 from rl.environments.tools.tool import ArgumentChecker, Diverged, PartialCall, Tool
 from rl.verification.sandbox.sandbox import InterpreterSession, Sandbox
 from rl.verification.sandbox.session import Discarded, PartialInput
+from rl.verification.sandbox.warm_process import Outcome
 
 
 class PythonTool(Tool):
@@ -32,35 +34,50 @@ class PythonTool(Tool):
 
     def __init__(self, cfg: Config):
         self._sandbox: Sandbox = cfg.sandbox.build()
+        self._pure = cfg.pure
 
     @override
     def open(self, row: Mapping[str, Any]) -> "_Interpreter":
         del row
-        return _Interpreter(self._sandbox.session())
+        return _Interpreter(self._sandbox.session(), self._pure)
 
     @override
     def call(self, code: str) -> str:
         with self._sandbox.session() as session:
-            return _Interpreter(session).call(code)
+            return _Interpreter(session, self._pure).call(code)
 
     @override
     def shutdown(self) -> None:
         self._sandbox.close()
 
 
+_DEAD = ("crash", "lost")
+_AGAIN = 2  # a box may die, and then the process that the next one is in
+
+
 class _Interpreter(Tool):
-    def __init__(self, session: InterpreterSession):
-        self._session = session
+    def __init__(self, session: InterpreterSession, pure: bool):
+        self._session, self._pure = session, pure
+        self._made: list[str] = []  # code of the calls that the names are made of
 
     @override
     def begin(self) -> "_Ahead":
-        return _Ahead(self._session.begin())
+        if self._made and not self._session.alive and self._run("").ended in _DEAD:
+            self._session.close()
+            raise Discarded("the calls so far could not be made again")
+        return _Ahead(self._session.begin(), self._made)
 
     @override
     def call(self, code: str) -> str:
-        outcome = self._session.run(code)
+        outcome, left = self._run(code), _AGAIN if self._pure else 0
+        while outcome.ended in _DEAD and left > 0:
+            self._session.close()
+            outcome, left = self._run(code), left - 1
         if outcome.ended == "done":
+            self._made.append(code)
             return outcome.output.rstrip("\n")
+        if outcome.ended == "lost":
+            self._made.clear()
         more = "; it begins again" if outcome.ended == "lost" else ""
         raise RuntimeError(outcome.error + more)
 
@@ -68,12 +85,20 @@ class _Interpreter(Tool):
     def close(self) -> None:
         self._session.close()
 
+    def _run(self, code: str) -> Outcome:
+        """Run a call on the names of those so far, which are made again if they are lost."""
+        if self._pure and not self._session.alive:
+            for one in self._made:
+                if (outcome := self._session.run(one)).ended in _DEAD:
+                    return outcome
+        return self._session.run(code)
+
 
 class _Ahead(PartialCall):
     """Code that runs statement by statement, on names that are kept if it turns out to be what was called."""
 
-    def __init__(self, given: PartialInput):
-        self._input = given
+    def __init__(self, given: PartialInput, made: list[str]):
+        self._input, self._made, self._code = given, made, ""
 
     @override
     def feed(self, name: str, text: str) -> None:
@@ -82,6 +107,7 @@ class _Ahead(PartialCall):
 
     @override
     def finish(self, code: str) -> str:
+        self._code = code
         try:
             return self._input.finish(code).output.rstrip("\n")
         except Discarded as error:
@@ -90,6 +116,7 @@ class _Ahead(PartialCall):
     @override
     def commit(self) -> None:
         self._input.commit()
+        self._made.append(self._code)
 
     @override
     def discard(self) -> None:

@@ -66,6 +66,11 @@ class InterpreterSession(Closing):
         self._host = host
         self._held: tuple[WarmProcess, Box] | None = None
 
+    @property
+    def alive(self) -> bool:
+        """True from the first input on, until the interpreter is found to be lost, or closed."""
+        return self._held is not None
+
     def run(self, code: str, *, deadline_s: float | None = None) -> Outcome:
         """Run an input; `output` is what it prints, the value of a last expression, or the error that it raises.
 
@@ -147,19 +152,22 @@ class PartialInput:
         return Outcome("done", passed=True, output=output)
 
     def commit(self) -> None:
-        """Keep the names as the input has left them."""
-        self._end({"commit": True})
+        """Keep the names as the input has left them; the session is closed if it has died meanwhile."""
+        if "output" not in self._end({"commit": True}):
+            self._session.close()
 
     def discard(self) -> None:
         """Leave the names as they were before the input."""
         if not self._over:
             self._end({"discard": True})
 
-    def _end(self, job: dict[str, Any]) -> None:
+    def _end(self, job: dict[str, Any]) -> dict[str, Any]:
         self._over = True
         reply, _, _ = self._session.ask(job, self._limits.deadline_s)
         if not isinstance(reply, dict) or not reply:
             self._session.close()
+            return {}
+        return reply
 
     def ask(self, job: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a part of the input, which is over if it is none."""

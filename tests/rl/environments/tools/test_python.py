@@ -1,13 +1,18 @@
 """Python as a tool: an interpreter that lives from the first call of an episode to its end."""
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
 from rl.environments.tools.python import PythonTool
 from rl.environments.tools.tool import Tool
 from rl.verification.sandbox.sandbox import Sandbox
+from rl.verification.sandbox.session import Discarded
 from tests.rl.verification.isolation import skip_without_isolation
+from tests.rl.verification.processes import descendants
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +53,43 @@ def test_what_goes_wrong_is_an_error_and_forgotten(tool: Tool):
         )
     assert session.call("x") == "NameError: name 'x' is not defined"
     session.close()
+
+
+def kill_all_below() -> None:
+    """Kill -9 the sandbox with all boxes."""
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError):  # it went with another
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_death_from_outside_is_not_seen(ahead: bool):
+    tool = PythonTool.Config(sandbox=Sandbox.Config(deadline_s=5.0)).build()
+    session = tool.open({})
+    assert session.call("x = 1\nopen('seen', 'w').write('1')") == "1"
+    partial = session.begin()
+    assert partial is not None
+    partial.feed("code", "x += 1\n")
+    assert partial.finish(code="x += 1\nx") == "2"
+    partial.commit()
+    partial = session.begin()
+    assert partial is not None
+    if not ahead:
+        partial.discard()
+    kill_all_below()
+    if ahead:  # what runs ahead is dropped, and the call waits for its action
+        with pytest.raises(Discarded):
+            partial.feed("code", "x += 1\n")
+    assert session.call("x += 1\nx, open('seen').read()") == "(3, '1')"
+    session.close()
+    tool.shutdown()
+
+
+def test_an_impure_tool_makes_no_call_twice():
+    tool = PythonTool.Config(pure=False, sandbox=Sandbox.Config(deadline_s=5.0)).build()
+    session = tool.open({})
+    session.call("x = 1")
+    kill_all_below()
+    with pytest.raises(RuntimeError, match="it begins again"):
+        session.call("x")
+    tool.shutdown()
