@@ -152,7 +152,7 @@ class PartialInput:
         return Outcome("done", passed=True, output=output)
 
     def commit(self) -> None:
-        """Keep the names as the input has left them; the session is closed if it has died meanwhile."""
+        """Keep the names as the input has left them; the session is closed if it has died by then."""
         if "output" not in self._end({"commit": True}):
             self._session.close()
 
