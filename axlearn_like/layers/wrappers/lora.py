@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, override
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from axlearn_like.config import path_of
@@ -135,6 +136,8 @@ class LoRA(Wrapper):
                 parameter(factors, names.b),
                 out_sharding=None if jax.sharding.get_abstract_mesh().empty else jax.typeof(weight).sharding.spec,
             )
+            # Keep the layout of storage: XLA else transposes the whole stack of experts, a copy, before the layers
+            weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
             new[name] = weight + (self.scale * update).astype(weight.dtype)
             if self.magnitudes:
                 new[name] = with_magnitude(name, new[name], parameter(factors, names.magnitude))
