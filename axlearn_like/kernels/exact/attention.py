@@ -18,13 +18,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from axlearn_like.kernels.attention.interface import ScoreRules
-from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.items import ItemCall, ItemPlan, attend_in_items, run_items
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import PagedRows, check_rules, check_table, on_own_heads, widen
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,
+    block_buffer,
     for_each_block,
+    keys_and_values,
     page_copies,
     scores,
     visible_keys,
@@ -116,7 +117,7 @@ def _attend(
             functools.partial(_kernel, plan),
             (page_table_rw, rows_i, firsts_i, ends_i),
             q_iknh,
-            [(pool, (2, plan.block * page_size, 2 * heads, width))],
+            [(pool, block_buffer(pool, plan.block * page_size))],
             jax.ShapeDtypeStruct(q_iknh.shape, q_iknh.dtype),
             ItemCall("exact_attention", work, interpret=interpret),
         )

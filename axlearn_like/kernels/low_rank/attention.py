@@ -27,7 +27,6 @@ from jax.experimental.pallas import tpu as pltpu
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.low_rank.factors import KeySteps, KeyValueFactors, in_halves
 from axlearn_like.kernels.low_rank.keys import ItemQueries, KeyMatrices, block_angles, finish_keys, make_heads
-from axlearn_like.kernels.paged_attention.cascade import keys_and_values
 from axlearn_like.kernels.paged_attention.pages import write_pages
 from axlearn_like.kernels.paged_attention.rows import (
     DEFAULT,
@@ -39,7 +38,13 @@ from axlearn_like.kernels.paged_attention.rows import (
     check_table,
 )
 from axlearn_like.kernels.paged_attention.simulation import simulated
-from axlearn_like.kernels.paged_attention.softmax_blocks import BlockSoftmax, for_each_block, page_copies, scores
+from axlearn_like.kernels.paged_attention.softmax_blocks import (
+    BlockSoftmax,
+    for_each_block,
+    keys_and_values,
+    page_copies,
+    scores,
+)
 from mesh.cost.expected import costs
 from mesh.rules import constrain, partition
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.paged_attention.items import ItemCall, ItemPlan, run_items
@@ -33,8 +32,10 @@ from axlearn_like.kernels.paged_attention.rows import (
 )
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,
+    block_buffer,
     for_each_block,
     in_eights,
+    keys_and_values,
     page_copies,
     scores,
 )
@@ -117,7 +118,7 @@ def _attend_pages(
         functools.partial(_kernel, ItemPlan(rules, scale, block)),
         (page_table_ip, *keys_i),
         q_iknh,
-        [(pool, (2, block * page_size, 2 * heads, width))],
+        [(pool, block_buffer(pool, block * page_size))],
         [jax.ShapeDtypeStruct((items, heads, queries, lanes), jnp.float32) for lanes in (width, LANES)],
         ItemCall("attend_pages", work, sizes.vmem_bytes, interpret),
     )
@@ -138,7 +139,7 @@ def _kernel(plan: ItemPlan, *refs: Any) -> None:
     softmax.clear()
 
     def attend(slot: jax.Array, position: jax.Array) -> None:
-        visible = position + jax.lax.broadcasted_iota(jnp.int32, (1, buffer.shape[1]), 1) < end
+        visible = position + jax.lax.broadcasted_iota(jnp.int32, (1, plan.block * page_size), 1) < end
         for head in range(q_knh.shape[0]):
             k, v = keys_and_values(buffer, slot, head)
             softmax.add(head, scores(q_knh[head], k, plan.scale, plan.rules.soft_cap, visible), v)
@@ -152,16 +153,3 @@ def _kernel(plan: ItemPlan, *refs: Any) -> None:
         attend=attend,
     )
     mixed_knh[...], sums_knl[...] = softmax.mixed(), softmax.log_sums()
-
-
-def keys_and_values(buffer: Any, slot: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:
-    """Return one head's keys and values of a block, [keys, h]: line 2 * head of each token, and the next one."""
-    _, keys, lines, width = buffer.shape
-    if buffer.dtype == jnp.float32:
-        flat = buffer.at[slot].reshape(keys * lines, width)
-        return flat[pl.ds(2 * head, keys, stride=lines)], flat[pl.ds(2 * head + 1, keys, stride=lines)]
-    # Two lines of bfloat16 share a register's row, keys in the lower halves: both come with one strided read.
-    words = buffer.bitcast(jnp.uint32).at[slot].reshape(keys * lines // 2, width)
-    both = words[pl.ds(head, keys, stride=lines // 2)]
-    k, v = both << 16, both & jnp.uint32(0xFFFF0000)
-    return tuple(pltpu.bitcast(half, jnp.float32).astype(jnp.bfloat16) for half in (k, v))  # pyright: ignore

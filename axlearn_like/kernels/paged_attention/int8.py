@@ -38,7 +38,9 @@ from axlearn_like.kernels.paged_attention.rows import (
 from axlearn_like.kernels.paged_attention.simulation import simulated
 from axlearn_like.kernels.paged_attention.softmax_blocks import (
     BlockSoftmax,
+    block_buffer,
     for_each_block,
+    page_copies,
     scores,
     visible_keys,
 )
@@ -198,7 +200,7 @@ def _on_one_device(
             (table, firsts_i, ends_i),
             q_iknh,
             [
-                (numbers, (2, block * page_size, 2 * heads, width)),
+                (numbers, block_buffer(numbers, block * page_size)),
                 (pool["scales"], (2, block, heads, 2 * page_size)),
             ],
             jax.ShapeDtypeStruct(q_iknh.shape, q_iknh.dtype),
@@ -217,12 +219,11 @@ def _kernel(plan: ItemPlan, parts: int, *refs: Any) -> None:
     softmax = BlockSoftmax(*state)
     softmax.clear()
 
-    def copies(page: jax.Array, slot: jax.Array, place: int) -> tuple[Any, Any]:
-        part = buffer.at[slot, pl.ds(place * page_size, page_size)]
-        return (
-            pltpu.make_async_copy(numbers.at[page], part, arrived.at[slot]),
-            pltpu.make_async_copy(scales.at[page], scale_buffer.at[slot, place], arrived.at[slot]),
-        )
+    of_numbers = page_copies(numbers, buffer, arrived)
+
+    def copies(page: jax.Array, slot: jax.Array, place: int) -> list[Any]:
+        of_scales = pltpu.make_async_copy(scales.at[page], scale_buffer.at[slot, place], arrived.at[slot])
+        return [*of_numbers(page, slot, place), of_scales]
 
     def attend(slot: jax.Array, position: jax.Array) -> None:
         shape = (q_knh.shape[1], plan.block * page_size)
@@ -253,8 +254,16 @@ def _keys_and_values(buffer: Any, slot: jax.Array, dtype: Any) -> list[tuple[jax
 
     Four lines share a register's row, the first in the lowest bytes: two heads come with one strided read.
     """
-    _, keys, lines, width = buffer.shape
-    words = buffer.bitcast(jnp.int32).at[slot].reshape(keys * lines // 4, width)
+    if buffer.ndim == 5:
+        parts = [_of_block(buffer.at[slot, part], dtype) for part in range(buffer.shape[1])]
+        pairs = [zip(*of_head, strict=True) for of_head in zip(*parts, strict=True)]
+        return [tuple(jnp.concatenate(found, axis=1) for found in pair) for pair in pairs]  # pyright: ignore
+    return _of_block(buffer.at[slot], dtype)
+
+
+def _of_block(block: Any, dtype: Any) -> list[tuple[jax.Array, jax.Array]]:
+    keys, lines, width = block.shape
+    words = block.bitcast(jnp.int32).reshape(keys * lines // 4, width)
     found = []
     for pair in range(lines // 4):
         four = words[pl.ds(pair, keys, stride=lines // 4)]

@@ -17,6 +17,7 @@ from axlearn_like.kernels.paged_attention.rows import (
     PagedRows,
     RankRows,
     SharedTiles,
+    has_wide_heads,
 )
 
 _SIZES = tuple(field.name for field in dataclasses.fields(BlockSizes))
@@ -58,7 +59,10 @@ class PagedKernel(Configurable):
         return {"sizes": {name: size for name, size in dataclasses.asdict(self.sizes).items() if size is not None}}
 
     def attend(self, rows: PagedRows, pool: Any, *, rules: ScoreRules, sinks: bool) -> tuple[jax.Array, Any]:
-        """Write new tokens and attend; see `ragged_attention`. A pool of int8 has a kernel of its own."""
+        """Write new tokens and attend; see `ragged_attention`.
+
+        Pools of int8 and of wide heads have kernels of their own.
+        """
         from axlearn_like.kernels.paged_attention.int8 import has_scales  # Pallas: slow to import
 
         options: dict[str, Any] = {"rules": rules, "sinks": sinks, "sizes": self.sizes}
@@ -67,7 +71,7 @@ class PagedKernel(Configurable):
             from axlearn_like.kernels.paged_attention.int8 import int8_attention
 
             return int8_attention(rows, pool, **options, interpret=self.cfg.interpret)
-        if exact_kernels() is not None:
+        if exact_kernels() is not None or has_wide_heads(pool):
             from axlearn_like.kernels.exact.attention import exact_paged_attention
 
             return exact_paged_attention(rows, pool, rules=rules, sinks=sinks, interpret=self.cfg.interpret)

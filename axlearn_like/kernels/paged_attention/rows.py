@@ -5,6 +5,7 @@ width, w the widest page table.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from axlearn_like.kernels.attention.interface import ScoreRules
 from mesh.errors import UserError
-from mesh.rules import constrain, partition
+from mesh.rules import axis_sizes, constrain, partition
 
 PLAIN = ScoreRules()
 LANES = 128  # the width of a TPU register: narrower heads are padded to it
@@ -92,6 +93,15 @@ def on_own_heads[P](
 def padded(head_dim: int) -> int:
     """Return the width of a head in the pool."""
     return -(-head_dim // LANES) * LANES
+
+
+def has_wide_heads(pool: jax.Array) -> bool:
+    """Return True if heads of a device lie side by side and are wider than a register, which JAX's kernel cannot read.
+
+    It reads one head's lines of a block with a stride, and strided reads have 128 lanes (`strided_load_kv` says so).
+    """
+    shards = math.prod(axis_sizes("heads").values())
+    return pool.shape[-1] > LANES and pool.shape[-2] > 2 * shards
 
 
 def widen(x: jax.Array) -> jax.Array:

@@ -88,15 +88,51 @@ def visible_keys(
     return visible if window is None else visible & (keys > positions - window)
 
 
+def block_buffer(pool: jax.Array, tokens: int) -> tuple[int, ...]:
+    """Return the shape of two slots for blocks of so many tokens of a pool [pages, tokens, lines, width].
+
+    Lines wider than a register are cut into parts of its width, [2, parts, tokens, lines, 128]: a strided read takes no
+    wider ones.
+    """
+    lines, width = pool.shape[2:]
+    return (2, tokens, lines, width) if width <= LANES else (2, width // LANES, tokens, lines, LANES)
+
+
 def page_copies(pool: Any, buffer: Any, arrived: Any) -> Callable[[jax.Array, jax.Array, int], Sequence[Any]]:
-    """Return the `copies` of `for_each_block` for one pool [pages, tokens, ...] and a buffer [2, tokens, ...]."""
+    """Return the `copies` of `for_each_block` for one pool and a buffer of the shape `block_buffer`."""
     size = pool.shape[1]
 
     def copies(page: jax.Array, slot: jax.Array, place: int) -> list[Any]:
-        part = buffer.at[slot, pl.ds(place * size, size)]
-        return [pltpu.make_async_copy(pool.at[page], part, arrived.at[slot])]
+        tokens = pl.ds(place * size, size)
+        if buffer.ndim == 4:
+            return [pltpu.make_async_copy(pool.at[page], buffer.at[slot, tokens], arrived.at[slot])]
+        sources = [pool.at[page, :, :, pl.ds(part * LANES, LANES)] for part in range(buffer.shape[1])]
+        return [
+            pltpu.make_async_copy(source, buffer.at[slot, part, tokens], arrived.at[slot])
+            for part, source in enumerate(sources)
+        ]
 
     return copies
+
+
+def keys_and_values(buffer: Any, slot: jax.Array, head: int) -> tuple[jax.Array, jax.Array]:
+    """Return one head's keys and values of a block, [keys, h]: line 2 * head of each token, and the next one."""
+    if buffer.ndim == 4:
+        return _lines(buffer.at[slot], head)
+    k, v = zip(*(_lines(buffer.at[slot, part], head) for part in range(buffer.shape[1])), strict=True)
+    return jnp.concatenate(k, axis=1), jnp.concatenate(v, axis=1)
+
+
+def _lines(block: Any, head: int) -> tuple[jax.Array, jax.Array]:
+    keys, lines, width = block.shape
+    if block.dtype == jnp.float32:
+        flat = block.reshape(keys * lines, width)
+        return flat[pl.ds(2 * head, keys, stride=lines)], flat[pl.ds(2 * head + 1, keys, stride=lines)]
+    # Two lines of bfloat16 share a register's row, keys in the lower halves: both come with one strided read.
+    words = block.bitcast(jnp.uint32).reshape(keys * lines // 2, width)
+    both = words[pl.ds(head, keys, stride=lines // 2)]
+    k, v = both << 16, both & jnp.uint32(0xFFFF0000)
+    return tuple(pltpu.bitcast(half, jnp.float32).astype(jnp.bfloat16) for half in (k, v))  # pyright: ignore
 
 
 def for_each_block(

@@ -136,10 +136,11 @@ def compiled_bytes(
     layers: int = 8,
     chips: int = 4,
     tiles: int = 0,
+    width: int = 128,
 ) -> dict[str, int]:
     """Return bytes per device of a program that runs layers of attention on one pool, heads over the devices.
 
-    Ahead of time, for chips that are not there; heads have width 128.
+    Ahead of time, for chips that are not there.
 
     Args:
         attend: attention, given rows, the pool and, with tiles, shared keys and their sources.
@@ -151,6 +152,7 @@ def compiled_bytes(
         layers: layers of the scan.
         chips: chips of the topology that are used.
         tiles: tiles of rows that share keys; 0: none do.
+        width: numbers of a head.
     """
     from jax.experimental import topologies
 
@@ -171,9 +173,9 @@ def compiled_bytes(
 
         pool = jax.eval_shape(lambda: make_pool(layers * pages))
         pool = jax.tree.map(lambda x: array(x.shape, x.dtype, x.ndim - 2), pool)
-        kv, count = array((*queries[:3], 128), axis=2), queries[0]
+        kv, count = array((*queries[:3], width), axis=2), queries[0]
         numbers = [array(x, jnp.int32) for x in ((count, table), (count,), (count,), (tiles,), (tiles,))]
-        rows = PagedRows(array((*queries, 128), axis=2), kv, kv, *numbers[:3])
+        rows = PagedRows(array((*queries, width), axis=2), kv, kv, *numbers[:3])
         memory = (
             jax.jit(run, donate_argnums=1)
             .lower(rows, pool, *(numbers[3:] if tiles else ()))
