@@ -20,6 +20,7 @@ from axlearn_like.layers.aux import Aux
 from axlearn_like.layers.base import Layer, Params, Workload, bind, build_abstract, draw_stack, split
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import AXIS, shard_layers
+from axlearn_like.remat import Remat, checkpoint
 from mesh.errors import UserError
 from mesh.rules import axis_sizes
 from mesh.sharding import full_spec
@@ -139,21 +140,31 @@ def _graphdefs(kinds: Sequence[ConfigBase[Any]], path: str) -> tuple[nnx.GraphDe
 Apply = Callable[[Any, Any], tuple[Any, Aux]]  # (carry, (layer, its index, its routing)) -> (carry, aux)
 
 
-def scan_segment(applies: Sequence[Apply], carry: Any, layers: Any, *, unroll: int = 1) -> tuple[Any, Aux]:
+def scan_segment(
+    applies: Sequence[Apply], carry: Any, layers: Any, *, unroll: int = 1, remat: Remat | None = None
+) -> tuple[Any, Aux]:
     """Return the carry after all layers of a segment, and their aux stacked by layer.
 
     Args:
         applies: one for each kind, in turn.
         layers: pytree of arrays [layers, ...].
+        unroll: layers of a step of the scan, if there is one kind; else a multiple of their number.
+        remat: what a layer stores for the backward pass; None: everything.
     """
     period = len(applies)
     if period == 1:
-        return jax.lax.scan(applies[0], carry, layers, unroll=unroll)
+        return jax.lax.scan(checkpoint(applies[0], remat), carry, layers, unroll=unroll)
+
+    def of_group(apply: Apply, index: int) -> Apply:
+        # Checkpointed with the whole group: what a layer is given is stored, so its slice would be a copy of the stack.
+        return checkpoint(lambda carry, several: apply(carry, jax.tree.map(lambda leaf: leaf[index], several)), remat)
+
+    own = [of_group(apply, index) for index, apply in enumerate(applies)]
 
     def group(carry: Any, several: Any) -> tuple[Any, Aux]:
         found = []
-        for index, apply in enumerate(applies):
-            carry, aux = apply(carry, jax.tree.map(lambda leaf, i=index: leaf[i], several))
+        for apply in own:
+            carry, aux = apply(carry, several)
             found.append(aux)
         return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
 

@@ -27,7 +27,7 @@ from axlearn_like.layers.pipeline import Pipeline
 from axlearn_like.layers.wrappers.base import Wrapper
 from axlearn_like.layers.wrappers.low_rank.matrices import current_dropout_key, dropout_layer
 from axlearn_like.layers.wrappers.stacked import keep_in_stack
-from axlearn_like.remat import checkpoint, checkpoint_name, find_remat
+from axlearn_like.remat import checkpoint_name, find_remat
 from mesh.errors import UserError
 from mesh.programs.shared import traced_once, unknown_indices
 from mesh.sharding import gather_length, shard_residual
@@ -212,16 +212,14 @@ class Decoder(BlockStack):
                 layers, applies = _from_stack(layers, applies, segment.first, self.dtype)
             indices = jnp.arange(segment.count)
             stack = (layers, indices + segment.first if segment.first else indices, part)
-            carry, aux = scan_segment(applies, carry, stack, unroll=self.scan_unroll)
+            carry, aux = scan_segment(applies, carry, stack, unroll=self.scan_unroll, remat=find_remat(self.remat))
             found.append(aux)
         (x, cache), aux = carry, concat_layers(found, [segment.count for segment in self.segments])
         return Hidden(gather_length(self.norm(x)), cache, reduce_layers(aux))
 
     def _applies(self, apply: Any, segment: Segment, **fixed: Any) -> list[Any]:
-        """Return `apply` for each kind of block of a segment, recomputed as `remat` says."""
-        remat = find_remat(self.remat)
-        kinds = range(segment.period)
-        return [checkpoint(partial(apply, segment=segment, kind=kind, **fixed), remat) for kind in kinds]
+        """Return `apply` for each kind of block of a segment."""
+        return [partial(apply, segment=segment, kind=kind, **fixed) for kind in range(segment.period)]
 
     def _pipelined(self, apply: Any, x: jax.Array, context: Context, cache: Any, routing: Any) -> Hidden:
         refuse_exact("a pipeline")
@@ -242,7 +240,7 @@ class Decoder(BlockStack):
 
         def stage(layers: Any, x: jax.Array, context: Context) -> tuple[jax.Array, Aux]:
             applies = self._applies(apply, segment, context=context)
-            (x, _), aux = scan_segment(applies, (x, None), (layers, None, None))
+            (x, _), aux = scan_segment(applies, (x, None), (layers, None, None), remat=find_remat(self.remat))
             return x, aux
 
         x, aux = self.pipeline(stage, self.layers, x, context)

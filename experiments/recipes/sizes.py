@@ -31,7 +31,8 @@ _ATTENTION = 1024  # tokens of a block of attention over packed rollouts
 _BLOCK = 2.4  # arrays of a block that exist at a time, as a multiple of those that its layers make
 _LAYER = 1.4  # bytes for each number of a layer that is gathered
 _UNIT = 2.0  # bytes for each number of the others of its pattern
-_UNIT_OF_LORA = 6.5  # the same where they are frozen, and gathered for the backward pass too
+_UNIT_OF_LORA = 2.6  # the same where they are frozen
+_EXPERTS_OF_LORA = 6.5  # bytes for each number of a layer of experts, to which factors are added
 _UNIT_OF_INT8 = 9.0  # bytes for each number of a layer that is made floats of int8 numbers, and its gradient
 _VOCABULARY = 10.8  # bytes for each number of embedding and head, beside parameter, gradient and moments
 _EXPERTS = 14.0  # bytes for each number of a mixture of experts, alike
@@ -143,6 +144,8 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     temporary += (sizes.unit - 1) * _block(sizes, way.tokens) / way.sharing
     if way.shards > 1:
         temporary += (_LAYER + (_UNIT_OF_LORA if lora else _UNIT) * (sizes.unit - 1)) * layer / way.tensor
+    if lora and sizes.experts:
+        temporary += _EXPERTS_OF_LORA * layer / way.tensor
     if way.method == "int8 lora":
         temporary += _UNIT_OF_INT8 * layer / way.tensor
     if not lora:

@@ -136,8 +136,9 @@ class LoRA(Wrapper):
                 parameter(factors, names.b),
                 out_sharding=None if jax.sharding.get_abstract_mesh().empty else jax.typeof(weight).sharding.spec,
             )
-            # Keep the layout of storage: XLA else transposes the whole stack of experts, a copy, before the layers
-            weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
+            if axes_of_matrix(name, weight.ndim).stack:
+                # Keep experts in the layout of storage: else XLA transposes all layers' at once, which is a copy.
+                weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
             new[name] = weight + (self.scale * update).astype(weight.dtype)
             if self.magnitudes:
                 new[name] = with_magnitude(name, new[name], parameter(factors, names.magnitude))

@@ -97,7 +97,7 @@ def fused_linear_loss(
     """Return the sum of `fn(params, x, *others)` over all tokens, differentiable in `params` and `x` (not the metrics).
 
     Args:
-        fn: takes complete parameters, in the type of x, and one chunk of one device's tokens.
+        fn: takes parameters gathered over `axes`, in the type of x, and one chunk of one device's tokens.
         chunks: parts of a row's tokens, one after another.
         axes: mesh axes that shard rows and length. Parameters are gathered over them once, and the gradient is
             scattered over them once; before that, it is summed over chunks in the type of x.
@@ -110,26 +110,27 @@ def fused_linear_loss(
     """
     kept = jax.tree.map(lambda leaf: _only(leaf, axes), params)
     rows = PartitionSpec(*jax.typeof(x).sharding.spec[:2])
-    complete = partial(_complete, axes=axes, kept=kept, dtype=x.dtype)
 
-    def mapped(own: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        specs = (kept, rows, *[rows] * len(others))
-        return jax.shard_map(own, in_specs=specs, out_specs=out_specs, axis_names=set(axes))
+    def mapped(own: Callable[..., Any], out_specs: Any, params: Any, *arrays: jax.Array) -> Any:
+        # Not gathered by the mapped function: XLA would gather over the axes that are not mapped, too.
+        params = jax.tree.map(lambda leaf: gather_over(leaf.astype(x.dtype), axes), params)
+        specs = (PartitionSpec(), rows, *[rows] * len(others))
+        return jax.shard_map(own, in_specs=specs, out_specs=out_specs, axis_names=set(axes))(params, *arrays)
 
     def own_sums(params: Any, *parts: jax.Array) -> Any:
-        return _summed(map_chunks(partial(fn, complete(params)), chunks, *parts), axes)
+        return _summed(map_chunks(partial(fn, _varying(params, axes)), chunks, *parts), axes)
 
-    def own_gradients(params: Any, *parts: jax.Array) -> Any:
-        sums, d_params, d_x = _gradients(fn, chunks, complete(params), *parts)
+    def own_gradients(whole: Any, *parts: jax.Array) -> Any:
+        sums, d_params, d_x = _gradients(fn, chunks, _varying(whole, axes), *parts)
         return _summed(sums, axes), (_scattered(d_params, axes, kept, params), d_x)
 
     @jax.custom_vjp
     def total(params: Any, *arrays: jax.Array) -> Any:
-        return mapped(own_sums, PartitionSpec())(params, *arrays)
+        return mapped(own_sums, PartitionSpec(), params, *arrays)
 
     def forward(params: Any, *arrays: jax.Array) -> Any:
         # The layers' backward pass waits for the scattered gradient, so complete ones are freed when it begins.
-        return jax.lax.optimization_barrier(mapped(own_gradients, (PartitionSpec(), (kept, rows)))(params, *arrays))
+        return jax.lax.optimization_barrier(mapped(own_gradients, (PartitionSpec(), (kept, rows)), params, *arrays))
 
     def backward(gradients: Any, cotangents: Any) -> Any:
         scaled = jax.tree.map(lambda g: g * cotangents[0].astype(g.dtype), gradients)
@@ -139,17 +140,8 @@ def fused_linear_loss(
     return total(params, x, *others)
 
 
-def _complete(params: Any, *, axes: tuple[str, ...], kept: Any, dtype: Any) -> Any:
-    """Return the parameters cast, then gathered; inside the shard_map."""
-
-    def one(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-        leaf = leaf.astype(dtype)
-        for dim, entry in enumerate(spec):
-            if names := entry_axes(entry):
-                leaf = jax.lax.all_gather(leaf, names, axis=dim, tiled=True)
-        return vary(leaf, axes)
-
-    return jax.tree.map(one, params, kept)
+def _varying(params: Any, axes: tuple[str, ...]) -> Any:
+    return jax.tree.map(lambda leaf: vary(leaf, axes), params)
 
 
 def _scattered(gradients: Any, axes: tuple[str, ...], kept: Any, like: Any) -> Any:
@@ -163,7 +155,7 @@ def _scattered(gradients: Any, axes: tuple[str, ...], kept: Any, like: Any) -> A
         leaf = _sum(leaf, axes)
         for dim, entry in enumerate(spec):
             if names := entry_axes(entry):
-                size = like.shape[dim]
+                size = leaf.shape[dim] // jax.lax.axis_size(names)
                 leaf = jax.lax.dynamic_slice_in_dim(leaf, jax.lax.axis_index(names) * size, size, dim)
         return leaf.astype(like.dtype)
 

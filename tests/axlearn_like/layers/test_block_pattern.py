@@ -53,6 +53,24 @@ def two_to_one(layers: int, **changes: Any) -> Decoder.Config:
     return decoder(BlockPattern.Config(blocks=(LOCAL, LOCAL, GLOBAL)), layers, **changes)
 
 
+def test_the_backward_pass_of_a_pattern_stores_no_copy_of_the_parameters():
+    """The slice of each layer was stored once: as much memory as all parameters take."""
+    wide = block(feed_forward=SwiGLU.Config(hidden=1024))
+
+    def temporary(pattern: Any) -> int:
+        graphdef, params = initialise(decoder(pattern, 32, remat="everything"))
+
+        def loss(params: Any) -> jax.Array:
+            return bind(graphdef, params).hidden(TOKENS, CONTEXT).x.sum()
+
+        memory = jax.jit(jax.grad(loss)).lower(params).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    stack = 32 * 3 * 16 * 1024 * 4
+    assert temporary(BlockPattern.Config(blocks=(wide,) * 4)) < temporary(wide) + 0.5 * stack
+
+
 @pytest.mark.slow
 @pytest.mark.numerics
 def test_a_pattern_is_its_layers_one_after_another():
