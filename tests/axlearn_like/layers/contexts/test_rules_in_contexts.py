@@ -14,7 +14,7 @@ from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import Xla
 from axlearn_like.kernels.paged_attention.kernel import PagedKernel
-from axlearn_like.kernels.paged_attention.pages import make_pool
+from axlearn_like.kernels.paged_attention import pages
 from axlearn_like.layers.contexts.cells import cells_needed, fill, make_window
 from axlearn_like.layers.contexts.packed import GroupContext, PackedContext, PackedGroupContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
@@ -140,7 +140,7 @@ def test_the_paged_kernel_refuses_sinks():
     kernel = PagedKernel.Config().build()
     context = PagedContext(jnp.asarray(TABLE), jnp.zeros(2), jnp.ones(2), chunk=LENGTH, pages=17, kernel=kernel)
     with pytest.raises(UserError, match="Attention.sinks: the TPU kernel of paged attention does not support sinks"):
-        mixed(context, WHOLE, (make_pool(1, 17, 4, 2, 8), jnp.int32(0)))
+        mixed(context, WHOLE, (pages.make_pool(1, 17, 4, 2, 8), jnp.int32(0)))
 
 
 @pytest.mark.parametrize("context", [RowContext(positions()), GroupContext(jnp.ones(2, jnp.int32), 10, 2, 30)])
