@@ -13,8 +13,8 @@ from axlearn_like.kernels.attention.context_parallel.all_gather import AllGather
 from axlearn_like.kernels.attention.dispatch import AttentionParams
 from axlearn_like.kernels.attention.interface import ScoreRules
 from axlearn_like.kernels.attention.xla import Xla
-from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.kernels.paged_attention import pages
+from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.cells import cells_needed, fill, make_window
 from axlearn_like.layers.contexts.packed import GroupContext, PackedContext, PackedGroupContext
 from axlearn_like.layers.contexts.paged import PagedContext, RowContext, make_pool
