@@ -161,6 +161,10 @@ class Environment(Configurable, abc.ABC):
         """Return named numbers of the episode for the metrics: `episode/NAME` is their mean."""
         return {}
 
+    def calls_made(self) -> Sequence[tuple[str, float, float]]:
+        """Return name, beginning and end of what the episode called, on the monotonic clock, for its timeline."""
+        return ()
+
 
 def row_of(problem: Problem, seed: int) -> Row:
     """Return what `reset` gets: the problem's record, its question and answer, its id, and a seed of the problem's."""

@@ -102,6 +102,7 @@ class ToolEnvironment(Environment):
         self._ahead = None if self._box.ahead is None else Ahead(self._box.ahead.gains, self._opened)
         self._calls = self._errors = 0
         self._seconds = 0.0
+        self._made: list[tuple[str, float, float]] = []
 
     @override
     def reset(self, row: Row) -> str:
@@ -149,6 +150,10 @@ class ToolEnvironment(Environment):
         partial = {} if self._ahead is None else self._ahead.figures()
         return {"tool_calls": self._calls, "tool_errors": self._errors, "tool_seconds": self._seconds, **partial}
 
+    @override
+    def calls_made(self) -> Sequence[tuple[str, float, float]]:
+        return self._made
+
     async def _results(self, calls: Sequence[Call]) -> list[str]:
         """Make the calls of an action, and return the texts of their results."""
         began = time.monotonic()
@@ -156,6 +161,8 @@ class ToolEnvironment(Environment):
         if self._ahead is not None:
             self._ahead.end(began - self.asked)
         seconds = sum(outcome.seconds for outcome in outcomes)
+        made = zip(calls, outcomes, strict=True)
+        self._made += [(call.tool, outcome.began, outcome.ended) for call, outcome in made if outcome.ended]
         self._seconds += seconds
         if seconds > self.cfg.deadline_s:  # though some of them have passed before the action was whole
             raise TimeoutError(f"not done after {self.cfg.deadline_s:g} s")

@@ -17,7 +17,10 @@ from rl.protocol.messages import WHOLE, Details, Group, Lease, Prompt, Rollout, 
 from rl.protocol.players import OWN
 from rl.rollout.agent_loops.branching import Branching
 from rl.rollout.request import Request, RequestOutput, draw_seed
+from rl.rollout.scheduling.timeline import event_fields
 from rl.rollout.worker_policy import WorkerPolicy
+
+_EVERY = 10  # updates from one whose leases log the timeline of a program to the next
 
 
 class RequestEngine(Protocol):
@@ -111,7 +114,16 @@ class LeasedWork:
 
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         """Take those of an engine's outputs that are of its requests."""
-        self._found |= {one.number: self._rollouts(one) for one in outputs if one.number in self._given}
+        mine = [one for one in outputs if one.number in self._given]
+        if mine and not self._found:
+            self._log_program(mine[0])
+        self._found |= {one.number: self._rollouts(one) for one in mine}
+
+    def _log_program(self, output: RequestOutput) -> None:
+        """Log the timeline of a sample, for a lease of some of the updates."""
+        lease, fields = self.lease, event_fields(output.lanes)
+        if fields is not None and lease.step % _EVERY == 0 and not (lease.evaluation or lease.again):
+            self.policy.services.events.append(self._worker, "program", step=lease.step, lease=lease.id, **fields)
 
     def _rollouts(self, output: RequestOutput) -> tuple[Rollout, ...]:
         if (graph := self.policy.features.graph) is None:

@@ -12,6 +12,7 @@ from rl.rollout.agent_loops.commands import AgentLoop, single_turn
 from rl.rollout.decoding.grammar import Grammar
 from rl.rollout.decoding.scores import ScoreMode, TokenScores
 from rl.rollout.sampling import Sampler
+from rl.rollout.scheduling.timeline import Lane
 
 _SEEDS = 2**32
 # (sample id, tokens int32 [k], log-probabilities float32 [k], their scores if the request asks for them)
@@ -80,3 +81,4 @@ class RequestOutput:
     prompt_scores: TokenScores | None = None  # scores of the prompt's tokens but the first, likewise
     # Prompt (int32) and rollout of each completion that they have spawned, each followed by its own
     spawned: tuple[tuple[np.ndarray, Rollout], ...] = ()
+    lanes: tuple[Lane, ...] = ()  # timeline of the first sample

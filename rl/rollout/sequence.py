@@ -24,6 +24,7 @@ from rl.rollout.decoding.watched import WatchedDraw
 from rl.rollout.model_runner.adapter_slots import LoadedAdapter
 from rl.rollout.request import OnTokens, Request, RequestOutput, StopConditions
 from rl.rollout.sampling import Sampler
+from rl.rollout.scheduling.timeline import Lane, Span, Timeline
 
 
 class State(Enum):
@@ -93,7 +94,8 @@ class SequenceGroup:
         found = sorted((s for s in self.sequences if not s.is_prefix), key=lambda s: s.sample)
         rollouts, scores = tuple(one.rollout() for one in found), tuple(one.records.scores for one in found)
         spawned = tuple((one.prompt, one.rollout()) for parent in found for one in parent.descendants())
-        return RequestOutput(self.number, rollouts, self.error, scores, self.prompt_scores, spawned)
+        lanes = tuple(found[0].lanes(f"sample {found[0].sample}")) if found else ()
+        return RequestOutput(self.number, rollouts, self.error, scores, self.prompt_scores, spawned, lanes)
 
 
 class Sequence:
@@ -124,6 +126,7 @@ class Sequence:
         self._reported = 0  # completion tokens given to on_tokens
         self.watched: WatchedDraw | None = None  # state of the current command's watch
         self.children: list[SequenceGroup] = []  # spawned by it, in order
+        self._timeline = Timeline()
         self.segments = group.request.segments  # segments of its first tokens; (): one text
         group.sequences.append(self)
 
@@ -143,6 +146,10 @@ class Sequence:
     def ended(self) -> bool:
         """True once its agent loop has ended."""
         return self.state is State.ENDED
+
+    def trace(self, spans: Items[tuple[str, float, float]]) -> None:
+        """Take the name, beginning and end of each call of its tools, on the monotonic clock."""
+        self._timeline.tools += [Span(*one) for one in spans]
 
     # ---- the view of the engine
 
@@ -214,20 +221,24 @@ class Sequence:
     def wait(self) -> None:
         """Wait for a row."""
         self.state = State.WAITING
+        self._timeline.enter("queue")
 
     def run(self) -> None:
         """Take a row."""
         self.state, self.group.started = State.RUNNING, True
+        self._timeline.enter("draw")
 
     def suspend(self, waits_for: Wait | Join) -> None:
         """Wait for something else than a row."""
         self.state, self.waits_for = State.SUSPENDED, waits_for
+        self._timeline.enter("join" if isinstance(waits_for, Join) else "wait")
         seconds = waits_for.seconds if isinstance(waits_for, Wait) else None
         self._wait_ends = math.inf if seconds is None else time.monotonic() + seconds
 
     def end(self, reason: FinishReason | None = None) -> None:
         """End, with this finish reason or the last one."""
         self.state, self.reason = State.ENDED, reason or self.reason
+        self._timeline.enter("")
 
     # ---- the agent loop
 
@@ -403,6 +414,14 @@ class Sequence:
     def spawned(self, group: SequenceGroup) -> None:
         """Take a request that it has spawned."""
         self.children.append(group)
+
+    def lanes(self, name: str) -> Iterator[Lane]:
+        """Yield its own timeline, under this name, and below it those of what it has spawned."""
+        yield from self._timeline.lanes(name)
+        above = f"{name}." if name.startswith("child") else "child "
+        for number, group in enumerate(self.children, 1):
+            for one in group.sequences:
+                yield from one.lanes(f"{above}{number}")
 
     def rollout(self) -> Rollout:
         """Return its tokens and their records so far."""

@@ -1,7 +1,5 @@
 """`axl convert`: checkpoints from and to Hugging Face's form."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

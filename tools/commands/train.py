@@ -1,7 +1,5 @@
 """`axl train EXPERIMENT`: run an experiment's trainer, or resume it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

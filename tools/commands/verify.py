@@ -1,7 +1,5 @@
 """`axl verify run`: a published run, made again and compared; `axl verify explain`: how an answer is judged."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

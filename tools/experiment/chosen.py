@@ -5,8 +5,6 @@ that the user names here (an experiment's file or module, modifiers, values `mod
 and so is what the experiment reaches outside of its run.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """Arguments that commands on experiments share, and the types of paths among them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """`axl rl sweep`: the product of values of some fields, each a policy of one experiment."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Mapping, Sequence

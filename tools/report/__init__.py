@@ -4,8 +4,6 @@
 ``html`` the page and ``table`` the terminal's tables.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

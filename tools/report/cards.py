@@ -1,7 +1,5 @@
 """Cards of the page that are no pictures: tables, which the terminal shows too, and bars."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple

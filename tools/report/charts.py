@@ -1,7 +1,5 @@
 """Curves over the steps of a run, and the card of a figure."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The result of a run: the first card of the page, in one number, and its scores before and after RL."""
 
-from __future__ import annotations
-
 import math
 from html import escape
 

@@ -1,14 +1,12 @@
 """The HTML page: sections in reading order, from the headline to the config."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial
 from html import escape
 from pathlib import Path
 
-from tools.report import invariants, sections, timeline
+from tools.report import invariants, programs, sections, timeline
 from tools.report.charts import FULL, Curve, curves
 from tools.report.headline import dumbbells, headline
 from tools.report.load import Run, left_out, mapping, number
@@ -130,7 +128,7 @@ _SECTIONS: tuple[tuple[str, str, *tuple[Callable[[Run], str], ...]], ...] = (
     ("tasks", "Tasks solved", _tasks),
     ("reward", "Reward during RL", sections.reward),
     ("sft", "Supervised fine-tuning", sections.sft),
-    ("timeline", "Who did what when", timeline.overview, _kills, invariants.section),
+    ("timeline", "Who did what when", timeline.overview, programs.timeline, _kills, invariants.section),
     ("offpolicy", "Off-policy by how much", sections.off_policy),
     ("speed", "Speed", sections.speed),
     ("health", "Health of the policy", sections.health),

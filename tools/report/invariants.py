@@ -1,7 +1,5 @@
 """The invariants of a run, which must hold whatever was killed, as a table of the page and of the terminal."""
 
-from __future__ import annotations
-
 from rl.audit.invariants import Finding, check_run
 from tools.report.cards import Sheet
 from tools.report.load import Run

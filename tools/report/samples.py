@@ -4,8 +4,6 @@ The table has the first problems of each family in file order: they are not sele
 failures as well.
 """
 
-from __future__ import annotations
-
 from html import escape
 
 from tools.report.load import Row, Run, number

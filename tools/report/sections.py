@@ -1,7 +1,5 @@
 """The sections of the page that are curves over steps, with captions that describe good ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

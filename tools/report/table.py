@@ -1,7 +1,5 @@
 """Tables of a run for the terminal and the page: scores before and after, kills; and its figures for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from rich.console import Console, RenderableType

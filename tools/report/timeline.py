@@ -3,8 +3,6 @@
 A step is often narrower than a pixel: each lane shows the *share* of the time of each kind of work, in few pixels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

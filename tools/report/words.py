@@ -1,7 +1,5 @@
 """Labels and number formats of the report, the same on the page and in the terminal."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Runs side by side: first, last and best values of their figures with a curve of each, and where configs differ."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """One frame of `axl watch`: phases, figures, alarms and the newest answers of a run, for a terminal of any width."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,6 +12,7 @@ from axlearn_like.run.progress import one_line
 from tools.report.cards import STYLES
 from tools.report.charts import thin
 from tools.report.load import Points, Row, Run, left_out, number
+from tools.report.programs import latest, spent
 from tools.report.table import policy_sheet
 from tools.report.words import MISSING, duration, label, percent, plain
 from tools.watch.standing import Standing, standing
@@ -120,6 +119,8 @@ def _figures(run: Run, stands: Standing) -> Iterator[tuple[str, Text]]:
         most = run.series("rl", "staleness_max")
         words = f"{plain(recent(age))} versions in the mean, at most {plain(max((y for _, y in most), default=None))}"
         yield "age", Text(words)
+    if lanes := latest(run)[1]:
+        yield "program", Text(one_line(spent(lanes), 300))
     for text in _alarms(run, stands):
         yield "alarm", Text(text, style="red")
     for kill in run.outages[-3:]:

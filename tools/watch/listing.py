@@ -1,7 +1,5 @@
 """A list of runs: where each stands, its last figure, age and size. Of each only the ends of its logs are read."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A run that is followed: its new rows as they come, and the frame of them again and again."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -5,8 +5,6 @@ listens on loopback alone. Other users of the machine and pages of other sites t
 each request must have the token of the address that was printed, and the host that was asked for.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 import time

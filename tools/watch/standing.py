@@ -1,7 +1,5 @@
 """How a run stands, from the files of its directory: running, finished, stopped or died, and at which step."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import dataclass

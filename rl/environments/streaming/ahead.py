@@ -17,11 +17,13 @@ from rl.environments.tools.tool import Diverged, PartialCall, Tool
 
 
 class CallOutcome(NamedTuple):
-    """Result of a call, or the error that it raised, and the seconds that it took."""
+    """Result of a call, or the error that it raised, the seconds that it took, and when it began and ended."""
 
     value: Any = None
     error: Exception | None = None
     seconds: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
 
     def same(self, other: "CallOutcome") -> bool:
         """Return True if the policy sees the same."""
@@ -35,8 +37,8 @@ async def outcome_of(call: Callable[[], Any]) -> CallOutcome:
         result = call()
         value = await result if inspect.isawaitable(result) else result
     except Exception as error:
-        return CallOutcome(None, error, time.monotonic() - began)
-    return CallOutcome(value, None, time.monotonic() - began)
+        return CallOutcome(None, error, (ended := time.monotonic()) - began, began, ended)
+    return CallOutcome(value, None, (ended := time.monotonic()) - began, began, ended)
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,6 +48,7 @@ class _Call:
     arguments: Mapping[str, Any] | None = None
     outcome: CallOutcome | None = None  # once its arguments are known
     seconds: float = 0.0  # running time of its parts
+    began: float = 0.0  # time of the first part
 
 
 class Ahead:
@@ -84,6 +87,7 @@ class Ahead:
         except Exception:
             self._discard(call)
         call.seconds += time.monotonic() - began
+        call.began = call.began or began
 
     async def finish(self, number: int, tool: str, arguments: Mapping[str, Any]) -> None:
         """Make a call that is complete, if what it changes can be undone."""
@@ -95,7 +99,7 @@ class Ahead:
             return
         run = opened.call if call.partial is None else call.partial.finish
         outcome = await outcome_of(lambda: run(**arguments))
-        outcome = outcome._replace(seconds=outcome.seconds + call.seconds)
+        outcome = outcome._replace(seconds=outcome.seconds + call.seconds, began=call.began or outcome.began)
         self._spent[tool] = self._spent.get(tool, 0.0) + outcome.seconds
         if isinstance(outcome.error, Diverged):
             self._discard(call)

@@ -13,7 +13,7 @@ from typing import Any, override
 from rl.environments.tools.tool import ArgumentChecker, Diverged, PartialCall, Tool
 from rl.verification.sandbox.sandbox import InterpreterSession, Sandbox
 from rl.verification.sandbox.session import Discarded, PartialInput
-from rl.verification.sandbox.warm_process import Outcome
+from rl.verification.sandbox.warm_process import Outcome, SandboxError
 
 
 class PythonTool(Tool):
@@ -69,10 +69,7 @@ class _Interpreter(Tool):
 
     @override
     def call(self, code: str) -> str:
-        outcome, left = self._run(code), _AGAIN if self._pure else 0
-        while outcome.ended in _DEAD and left > 0:
-            self._session.close()
-            outcome, left = self._run(code), left - 1
+        outcome = self._tried(code, _AGAIN if self._pure else 0)
         if outcome.ended == "done":
             self._made.append(code)
             return outcome.output.rstrip("\n")
@@ -84,6 +81,19 @@ class _Interpreter(Tool):
     @override
     def close(self) -> None:
         self._session.close()
+
+    def _tried(self, code: str, again: int) -> Outcome:
+        """Run a call, and so often again while its process dies, or the sandbox as it starts."""
+        try:
+            outcome = self._run(code)
+        except SandboxError:
+            if not again:
+                raise
+        else:
+            if not again or outcome.ended not in _DEAD:
+                return outcome
+        self._session.close()
+        return self._tried(code, again - 1)
 
     def _run(self, code: str) -> Outcome:
         """Run a call on the names of those so far, which are made again if they are lost."""

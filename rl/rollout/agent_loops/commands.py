@@ -149,6 +149,10 @@ class Completion(Protocol):
         """Return its tokens and their records so far."""
         ...
 
+    def trace(self, spans: Sequence[tuple[str, float, float]]) -> None:
+        """Take the name, beginning and end of each call of its tools, on the monotonic clock, for its timeline."""
+        ...
+
 
 # A loop may return the finish reason of its completion; None: that of its last Generate.
 AgentLoop = Callable[[Completion], Generator[Command, Any, FinishReason | None]]

@@ -66,7 +66,8 @@ class EpisodeLoop:
         turns: list[Turn] = []
         try:
             ended, answer = yield from self._play(thread, completion, turns)
-            named = yield self._wait(thread, lambda environment: dict(environment.figures()))
+            named, called = yield self._wait(thread, lambda one: (dict(one.figures()), list(one.calls_made())))
+            completion.trace(called)
             episode = Episode(tuple(turns), answer, ended, figures=checked_figures(named))
         except Exception as error:
             episode = Episode(tuple(turns), ended="error", error=f"{type(error).__name__}: {error}"[:500])

@@ -76,6 +76,7 @@ def write_run(run: Path, *, steps: int = 320, kill: bool = True, finished: bool 
     event(now, "worker-0", "eval", seconds=10.5)
     event(now, "worker-1", "eval", seconds=10.8)
     event(now, "driver", "phase", phase="rl")
+    event(now, "worker-0", "program", step=0, lanes=[["sample 0", [["draw", 0.0, 0.5], ["wait", 0.5, 0.9]]]])
     killed = back = None
     for step in range(steps):
         if kill and step == steps // 2:

@@ -1,7 +1,5 @@
 """The small supervised job that `axl doctor` trains, and that compares stacks (docs/benchmarks/train-step.md)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

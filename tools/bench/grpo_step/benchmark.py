@@ -1,7 +1,5 @@
 """`axl bench grpo_step`: CPU seconds of one GRPO step, our stack and peers interleaved in one run."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ the same work whatever the policy has learnt.
 Standard library only, and Python 3.11: peers import this file inside environments of their own.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

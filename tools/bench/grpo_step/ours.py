@@ -1,7 +1,5 @@
 """A benchmark worker for our own stack: the experiment `grpo_bench`, all roles in this process."""
 
-from __future__ import annotations
-
 from mesh.imports import many_imports
 from rl.training.spec import TrainerServices
 

@@ -1,7 +1,5 @@
 """Benchmarks, and parts of some, that measure what this project says of itself: only a checkout has them."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

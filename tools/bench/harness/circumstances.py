@@ -1,7 +1,5 @@
 """Circumstances of a benchmark run: the machine, the date, the versions, the command."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

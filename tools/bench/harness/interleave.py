@@ -4,8 +4,6 @@ Each system runs warm in a process of its own. A round asks each for one step wh
 idle, so that whatever else happens on the machine falls on all alike.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import statistics

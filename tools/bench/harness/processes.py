@@ -1,7 +1,5 @@
 """Processes of our own that measure: a module that prints a result, or an object whose methods are called from here."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

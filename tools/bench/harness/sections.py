@@ -3,8 +3,6 @@
 A benchmark module names its sections in `SECTIONS`, with the seconds that each takes on two idle cores.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

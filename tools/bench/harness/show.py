@@ -1,7 +1,5 @@
 """The result of a benchmark as tables on the console, under the keys that the docs explain and `--json` prints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

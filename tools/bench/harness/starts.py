@@ -1,7 +1,5 @@
 """Starts of workers that find their programs in a compilation cache on disk, as every start but a user's first does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The runner's end of the step protocol: it starts a worker process and requests steps."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`axl bench rollout`: sampled tokens per CPU second of generation alone, ours and peers', interleaved in one run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

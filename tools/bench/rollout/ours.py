@@ -4,8 +4,6 @@ Log-probabilities are those the engine puts in every rollout: of the sampled tok
 distribution it was drawn from, computed where it is drawn.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 from flax import nnx

@@ -1,7 +1,5 @@
 """`axl compare RUN RUN ...`: runs side by side."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

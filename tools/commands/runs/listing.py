@@ -1,7 +1,5 @@
 """`axl runs [DIR]`: list runs and how they stand."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`axl publish RUN`: a run in one small file, from which anyone who has its data makes every rollout again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`axl watch [RUN]`: follow a run in the terminal, or serve its report as a page that renews itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`axl worker RUN`: join an active run as an elastic rollout worker."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

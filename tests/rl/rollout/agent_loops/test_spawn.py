@@ -1,5 +1,6 @@
 """Completions spawned by others: drawn by the tree alone, read as they come, over with their parent, and limited."""
 
+import itertools
 from collections.abc import Generator
 from typing import Any
 
@@ -22,6 +23,7 @@ from rl.rollout.agent_loops.commands import single_turn as once
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import RequestOutput
 from rl.rollout.scheduling.spawning import MAX_CHILDREN, MAX_DEPTH, MAX_TREE
+from rl.rollout.scheduling.timeline import event_fields
 from tests.rl.rollout.agent_loops.loops import WHOLE, run
 from tests.rl.rollout.small import MAX_NEW, MAX_PROMPT, assert_same, drain, make_engine, params, request, scores
 
@@ -50,6 +52,24 @@ def family(completion: Completion) -> Commands:
 
 def flat(output: RequestOutput) -> list[Any]:
     return [*output.rollouts, *(rollout for _, rollout in output.spawned)]
+
+
+def test_a_program_has_a_timeline_with_its_tools_and_all_that_it_spawned(engine: RolloutEngine) -> None:
+    def with_tool(completion: Completion) -> Commands:
+        completion.trace([("search", 1.0, 2.0)])
+        yield from family(completion)
+
+    lanes = dict(run(engine, with_tool).lanes)
+    assert list(lanes) == ["sample 0", "sample 0: tools", "child 1", "child 1.1", "child 2"]
+    assert lanes["sample 0: tools"] == (("search", 1.0, 2.0),)
+    for name, spans in lanes.items():
+        assert all(before.ended <= after.began for before, after in itertools.pairwise(spans)), name
+    kinds = [span.kind for span in lanes["sample 0"]]
+    assert kinds[:2] == ["queue", "draw"] and "join" in kinds and "join" in [span.kind for span in lanes["child 1"]]
+    (first,), (last,) = ([span for span in lanes["sample 0"] if span.kind == "join"], lanes["child 1.1"][-1:])
+    assert first.began <= last.ended <= first.ended
+    fields = event_fields(run(engine, once).lanes)
+    assert fields is None, "it did nothing but draw"
 
 
 @pytest.mark.slow

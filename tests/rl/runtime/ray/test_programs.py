@@ -25,6 +25,7 @@ from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.policies.runs import open_policy_runs
 from rl.runtime.ray.runtime import run_ray
+from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
 from tests.rl.runtime.policies.role_games import duel
@@ -95,9 +96,10 @@ class Discussed(ToolEnvironment):
 
 def programs() -> RLExperiment.Config:
     cfg: Any = duel({"a": {}})
+    python = PythonTool.Config(sandbox=Sandbox.Config(processes=4, deadline_s=60.0))  # the machine may be busy
     game = Discussed.Config(
-        tools=(PythonTool.Config(),), calls=Fours.Config(), partial=PartialExecution.Config(recheck_every=0),
-        consults=("base",), max_turn_tokens=6,
+        tools=(python,), calls=Fours.Config(), partial=PartialExecution.Config(recheck_every=0),
+        consults=("base",), max_turn_tokens=6, deadline_s=240.0,
     )  # fmt: skip
     for family in cfg.tasks.families:
         family.environment = game
@@ -147,5 +149,7 @@ def test_kill_9_of_workers_tools_and_verifiers_in_the_middle_of_programs(tmp_pat
     assert rows(found) == rows(expected) and len(rows(found)) == STEPS
     assert parameters(found) == parameters(expected) and checksums(found) == checksums(expected)
     assert all(row["episode/turns"] == TURNS and row["episode/failures"] == 0 for row in metrics(found))
+    names = {name for row in events(found, "program") for name, _ in row["lanes"]}
+    assert {"sample 0", "sample 0: tools", "child 1", f"child {TURNS}"} <= names
     assert sum(row["episode/partial_calls"] for row in metrics(found)) > 0
     assert all(row["episode/tool_errors"] == 0 for row in metrics(found))

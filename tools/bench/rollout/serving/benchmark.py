@@ -1,7 +1,5 @@
 """`axl bench serve`: a server started with an empty compilation cache, under load from the moment it serves."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

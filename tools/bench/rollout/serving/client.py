@@ -1,7 +1,5 @@
 """Clients of a server, in a process of their own, with the load as JSON on standard input."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import random
