@@ -131,6 +131,8 @@ class _Search:
         packing = None
         if self.job == "rl" and machine.platform != "cpu":
             packing = (-(-self.lengths[0] // 512) * 512, -(-self.lengths[1] // _PACKED) * _PACKED)
+            if self.rows * self.lengths[1] < devices * packing[1]:
+                packing = None  # answers so short do not fill a packed row of each device
         for way, mesh, at_once, microbatches in self._ways(devices, method, packing):
             holds = training_bytes(self.sizes, way)
             if self.job == "rl":
@@ -149,10 +151,10 @@ class _Search:
         """Yield ways, meshes, rows at a time and microbatches, the fastest first."""
         length = sum(packing or self.lengths)
         attended = attended_tokens(length) if packing else length
-        filled = max(1, self.rows * self.lengths[1] // packing[1]) if packing else self.rows
+        filled = self.rows * self.lengths[1] // packing[1] if packing else self.rows
         for tensor, sequence in self._sharing(devices):
             groups = devices // (tensor * sequence)
-            if self.rows % groups or filled < groups:
+            if self.rows % groups:
                 continue
             each = -(-filled // groups)
             fewer = [n for n in range(each, 0, -1) if each % n == 0 and (n == 1 or n * length <= _AT_ONCE)]
@@ -187,8 +189,8 @@ class _Search:
             mesh, devices = self._engine_mesh(count), "trainer"
             if left:
                 devices = machine.text if each else machine.part(count)
-            if mesh is None or devices is None:
-                continue
+            if mesh is None or devices is None or (not left and mesh and count < machine.count):
+                continue  # the trainer's devices have one engine, of all of them or of one
             workers = left // count if left else 1
             most = 1 << min(_SEQUENCES, max(1, self.rows // workers)).bit_length() - 1
             holds: Bytes = {}

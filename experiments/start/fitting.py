@@ -12,6 +12,7 @@ from experiments.start.base import BaseModel
 from experiments.start.options import StartOptions
 from experiments.start.plan import Plan
 from mesh.errors import UserError
+from rl.fleet.fleet import Fleet
 from rl.rollout.engine import RolloutEngine
 from rl.training.packing import Packing
 from rl.training.trainer import PolicyTrainer
@@ -26,7 +27,7 @@ _TRAINED: dict[Method, str] = {
 
 
 def choose_fit(
-    job: str, options: StartOptions, model: BaseModel, machine: Machine, plan: Plan, sizes: tuple[int, int, int]
+    job: str, options: StartOptions, model: BaseModel, devices: Machine | Fleet, plan: Plan, sizes: tuple[int, int, int]
 ) -> Fit:
     """Note and return how the model is trained: all parameters if they fit, else LoRA factors, or as `options` say.
 
@@ -34,7 +35,7 @@ def choose_fit(
         job: sft, dpo or rl.
         options: those of the start.
         model: the model.
-        machine: the devices.
+        devices: the machine, or the roles' devices.
         plan: gets the entries.
         sizes: tokens of a prompt, tokens of an answer, and rows or rollouts of an update.
 
@@ -42,11 +43,12 @@ def choose_fit(
         UserError: nothing fits; it says what would, with numbers.
     """
     prompt, answer, rows = sizes
+    where = "this machine" if isinstance(devices, Machine) else f"--fleet {options.fleet}"
     try:
         found = fit(
             model.policy,
             "rl" if job == "rl" else "sft",
-            machine,
+            devices,
             prompt_tokens=prompt,
             answer_tokens=answer,
             rows=rows,
@@ -54,9 +56,9 @@ def choose_fit(
             copies=int(job == "dpo"),
         )
     except UserError as error:
-        raise UserError(f"--model {model.path} is too large for this machine: {error}") from error
+        raise UserError(f"--model {model.path} is too large for {where}: {error}") from error
     plan.say("trained", found.method, found.why, _TRAINED[found.method])
-    if found.engines is not None and found.engines.devices != "trainer":
+    if isinstance(devices, Machine) and found.engines is not None and found.engines.devices != "trainer":
         plan.say("fleet", found.fleet, "half of the devices draw, half train, each role in a process of its own")
     if found.seconds is not None:
         plan.say("seconds a step", round(found.seconds, 1), "predicted from the devices' peaks, not measured")

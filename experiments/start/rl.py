@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from experiments.recipes.machines import Machine
+from experiments.recipes.machines import Machine, find_machine
 from experiments.recipes.sizes import ADAPTED
 from experiments.start.base import BaseModel
 from experiments.start.fitting import choose_fit, engine, learner, trainer
@@ -15,6 +15,7 @@ from experiments.start.rewards import choose_scorer
 from mesh.errors import UserError
 from rl.evaluation.evaluator import Evaluation
 from rl.experiment import RLExperiment
+from rl.fleet.fleet import Fleet
 from rl.objective import TruncatedImportance
 from rl.objective.presets import grpo
 from rl.verification.service import Verifier
@@ -32,13 +33,18 @@ def plan_rl(options: StartOptions, machine: Machine) -> Start:
     plan.say("--model", f"{model.path.name}, {model.parameters / 1e6:,.2f} M parameters", str(model.path))
     problems = Problems.read(options, model, plan)
     scorer = choose_scorer(options.reward, problems, plan)
-    plan.say("devices", machine.text, f"this machine: {machine.memory / 1e9:.1f} GB of each for programs")
+    fleet = None if options.fleet is None else Fleet.Config().edited(options.fleet)
+    if fleet is not None:
+        machine = find_machine(fleet.build().trainer, "fleet.trainer")
+    whose = "this machine" if fleet is None else f"the trainer of --fleet {options.fleet}"
+    plan.say("devices", machine.text, f"{whose}: {machine.memory / 1e9:.1f} GB of each for programs")
     small = model.parameters < SMALL
     prompt_tokens, new_tokens = _lengths(model, problems, plan, least=16 if small else _ANSWER_TOKENS)
     prompts = min(16 if machine.platform == "cpu" else 32, 1 << (problems.trained.bit_length() - 1))
     plan.say("prompts_per_step", prompts, f"{problems.trained} rows; 32 on accelerators, 16 on a CPU")
     plan.say("samples_per_prompt", SAMPLES, "as TRL's num_generations")
-    found = choose_fit("rl", options, model, machine, plan, (prompt_tokens, new_tokens, prompts * SAMPLES))
+    devices = machine if fleet is None else fleet.build()
+    found = choose_fit("rl", options, model, devices, plan, (prompt_tokens, new_tokens, prompts * SAMPLES))
     steps = options.steps or (400 if small else min(400, max(100, 2 * problems.trained // prompts)))
     passes = f"{steps * prompts / problems.trained:.1f} passes over the rows"
     plan.say("num_steps", steps, f"--steps; {passes}" if options.steps else passes)
@@ -68,7 +74,9 @@ def plan_rl(options: StartOptions, machine: Machine) -> Start:
         seed=options.seed,
     )
     inprocess = found.engines is None or found.engines.devices == "trainer"
-    if not inprocess and found.fleet is not None:
+    if fleet is not None:
+        config.fleet = fleet
+    elif not inprocess and found.fleet is not None:
         config.fleet = config.fleet.edited(found.fleet)
     about = f"GRPO of {model.path.name} on the rows of {Path(options.path('data')).name}"
     return Start(config, plan, problems.examples(), about, model.path, inprocess)

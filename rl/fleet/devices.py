@@ -134,7 +134,8 @@ def _nearest(text: str, kind: str) -> str:
         f"other GPUs are described: {ANY_GPU}[memory=24]:2, GiB of each; other TPUs too: v9x[memory=64;host=4]:2x2x4"
     )
     if (named := next((name for name in _GPUS if name in text), None)) is not None:
-        return f"did you mean {named}:{re.sub(r'[^0-9]', '', text.replace(named, '')) or 1}? {others}"
+        number = re.search(r"[1-9][0-9]*", text.partition(":")[2] or text.replace(named, ""))
+        return f"did you mean {named}:{number.group() if number else 1}? {others}"
     known = ("cpu", *_GPUS, *GENERATIONS)
     return f"there are no devices {kind!r}{did_you_mean(kind, known, limit=len(known))}; {others}"
 

@@ -31,7 +31,6 @@ class RLOptions:
     """Options of `axl rl` and `axl rl sweep` beside those that `axl train` has."""
 
     runtime: Literal["inprocess", "ray"] | None
-    fleet: str | None
     allow_idle: bool
     plan_only: bool
     as_json: bool
@@ -160,7 +159,7 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
     trace = [] if how.trace is None else read_trace(how.trace)
     read_over(over)  # refused before anything is placed
     run, start, found = begin("rl", run, start)
-    runtime = how.runtime or ("inprocess" if found is not None and found.inprocess and not how.fleet else "ray")
+    runtime = how.runtime or ("inprocess" if found is not None and found.inprocess and not start.fleet else "ray")
     if runtime == "ray" and not how.plan_only:
         from rl.runtime.node.warm import serve_node
 
@@ -170,7 +169,7 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
     warn_of_idle_accelerator()
     named: Any = run.experiment if found is None else found.config
     idle = ("fleet.allow_idle=True",) if how.allow_idle else ()
-    placed = load_placed(named, (*idle, *run.sets), run.seed, run.applied, how.fleet)
+    placed = load_placed(named, (*idle, *run.sets), run.seed, run.applied, start.fleet)
     cfg = placed.cfg
     if found is not None:
         show(found, cfg, start)

@@ -152,6 +152,19 @@ def test_what_is_derived_for_accelerators_is_not_refused_by_what_runs_it(
         cfg.check("ray", devices=cfg.fleet.build().trainer.described)
 
 
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize("fleet", ["trainer=v5e:2x4,workers=trainer", "trainer=h100:8,workers=2xh100:1"])
+def test_a_fleet_of_the_command_line_is_what_the_model_is_fitted_to(fleet: str) -> None:
+    found = plan_start("rl", StartOptions(model="small", data="rows.jsonl", fleet=fleet))
+    cfg: Any = found.config
+    devices = next(entry for entry in found.plan.entries if entry[0] == "devices")
+    assert devices[1] in fleet and "this machine" not in devices[2]
+    assert cfg.trainer.mesh == {"fsdp": 8} and cfg.trainer.row_multiple == 8
+    cfg.check("ray", devices=cfg.fleet.build().trainer.described)
+    with pytest.raises(UserError, match=r"^fleet\.trainer='h1000:8': did you mean h100:8\?"):
+        plan_start("rl", StartOptions(model="small", data="rows.jsonl", fleet="trainer=h1000:8"))
+
+
 def test_a_start_from_a_bucket_has_the_same_config_on_every_machine(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -192,6 +205,7 @@ def test_factors_on_an_int8_base_are_trained_exported_and_written_as_python(mode
     [
         ("rl", {"data": "rows.jsonl", "reward": "reward.py:score"}),
         ("rl", {"data": "rows.jsonl", "lora": True, "seed": 3}),
+        ("rl", {"data": "rows.jsonl", "fleet": "trainer=v5e:2x4,workers=8xv5e:1x1"}),
         ("train", {"data": "rows.jsonl", "heldout": "rows.jsonl"}),
         ("train", {"data": "pairs.jsonl", "pairs": True, "lora": True}),
     ],
