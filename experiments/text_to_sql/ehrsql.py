@@ -10,13 +10,16 @@ from typing import Any
 from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.source import InputError
 from experiments.datasets import dataset
-from experiments.text_to_sql.prompts import Example, instructed, outline
+from experiments.text_to_sql.attempts import SqlAttempts
+from experiments.text_to_sql.prompts import Example, instructed, masked, outline
 from experiments.text_to_sql.verifier import SqlVerifier
+from rl.environments.retrieval.bm25 import BM25
+from rl.environments.task import EnvironmentTask
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.columns import Columns
 from rl.tasks.rows.task_rows import TaskRows
 
-__all__ = ["EhrsqlRows", "by_results", "ehrsql"]
+__all__ = ["EhrsqlRows", "by_results", "ehrsql", "ehrsql_attempts"]
 
 
 def by_results(mixture: TaskMixture.Config) -> SqlVerifier.Config:
@@ -34,6 +37,7 @@ def ehrsql(
     examples: tuple[str, str] | None = None,
     shots: int = 4,
     steps: bool = False,
+    tries: bool = False,
 ) -> TaskRows.Config:
     """Questions on health records (EHRSQL-2024): `data` has the questions, `labels` their SQL ("null": abstain).
 
@@ -43,18 +47,31 @@ def ehrsql(
         schema: file of CREATE TABLE statements: prompts show its names, and `SqlVerifier` makes databases of it; None:
             the question alone.
         examples: questions and queries of another part, for few-shot prompts: values in them are masked.
-        shots: examples in a prompt; the first ones, one of which abstains.
+        shots: examples in a prompt: those whose questions share the most words with it (BM25), the nearest last.
         steps: ask for a chain of thought before the query.
+        tries: say in the prompt that there are several (`SqlAttempts`).
     """
     if labels is None:
         folder, slash, name = data.rpartition("/")
         labels = f"{folder}{slash}{name.replace('.data.', '.label.')}"
         schema = schema or f"{folder}{slash}mimic_iv.sql"
-    shown = {"schema": schema, "examples": examples, "shots": shots, "steps": steps} if schema is not None else {}
+    shown = (
+        {"schema": schema, "examples": examples, "shots": shots, "steps": steps, "tries": tries}
+        if schema is not None
+        else {}
+    )
     part = lambda files: EhrsqlRows.Config(data=files[0], labels=files[1], **shown)  # noqa: E731
     columns = Columns.Config(prompt="question" if schema is None else "prompt", answer="query", id="id")
     other = None if heldout is None else part(heldout)
     return TaskRows.Config(rows=part((data, labels)), heldout=other, columns=columns, label="ehrsql")
+
+
+def ehrsql_attempts(folder: str = "$EHRSQL", *, shots: int = 4) -> TaskMixture.Config:
+    """The test questions of EHRSQL-2024 in a folder, with three tries each and the nearest examples of `valid`."""
+    test, valid = ((f"{folder}/{part}.data.json.gz", f"{folder}/{part}.label.json.gz") for part in ("test", "valid"))
+    rows = ehrsql(*test, test, schema=f"{folder}/mimic_iv.sql", examples=valid, shots=shots, tries=True)
+    environment = SqlAttempts.Config(tries=3, seconds=5.0)
+    return TaskMixture.Config(families=(EnvironmentTask.Config(source=rows, environment=environment),))
 
 
 class EhrsqlRows(Configurable):
@@ -67,6 +84,7 @@ class EhrsqlRows(Configurable):
         examples: tuple[str, str] | None = None  # questions and queries of another part, for few-shot prompts
         shots: int = 4
         steps: bool = False  # ask for a chain of thought before the query
+        tries: bool = False  # say that there are several
 
     def __init__(self, cfg: Config):
         self._cfg = cfg
@@ -76,10 +94,19 @@ class EhrsqlRows(Configurable):
         cfg = self._cfg
         statements = None if cfg.schema is None else _read(cfg.schema).decode()
         names = "" if statements is None else outline(statements)
-        chosen = () if cfg.examples is None else _chosen(_questions(*cfg.examples), cfg.shots)
+        known = (
+            []
+            if cfg.examples is None
+            else [Example(row["question"], row["query"]) for row in _questions(*cfg.examples)]
+        )
+        index = BM25([masked(one).question for one in known])
         for number, row in enumerate(_questions(cfg.data, cfg.labels)):
             if statements is not None:
-                row |= {"schema": statements, "prompt": instructed(names, row["question"], chosen, steps=cfg.steps)}
+                nearest = [known[place] for place, _ in reversed(index.search(row["question"], cfg.shots))]
+                row |= {
+                    "schema": statements,
+                    "prompt": instructed(names, row["question"], nearest, steps=cfg.steps, tries=cfg.tries),
+                }
             yield row, f"{cfg.data}, row {number}"
 
 
@@ -89,18 +116,6 @@ def _questions(data: str, labels: str) -> Iterator[dict[str, Any]]:
         if row["id"] not in queries:
             raise InputError(f"{labels} has no query for question {row['id']!r} of {data}")
         yield {"id": row["id"], "question": row["question"], "query": queries[row["id"]]}
-
-
-def _chosen(rows: Iterator[dict[str, Any]], count: int) -> tuple[Example, ...]:
-    """Return the first examples that can be answered, and last one that cannot, if there is one."""
-    answered: list[Example] = []
-    for row in rows:
-        one = Example(row["question"], row["query"])
-        if one.query != "null":
-            answered.append(one)
-        elif len(answered) >= count - 1:
-            return (*answered[: count - 1], one)[:count]
-    return tuple(answered[:count])
 
 
 def _document(path: str) -> Any:

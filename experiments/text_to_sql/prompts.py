@@ -18,6 +18,9 @@ __all__ = ["Example", "instructed", "masked", "outline"]
 
 _ASKED = "Write one SQLite query that answers the question, or null if these tables cannot answer it."
 _STEPS = "First name the tables, columns and conditions that it needs; then give the query in a ```sql block."
+_TRIES = (
+    "You are shown its error, or how many rows it gives and of which types, and may write another; ok keeps the last."
+)
 _MASK = "..."
 
 
@@ -43,25 +46,33 @@ def outline(statements: str) -> str:
 
 
 def masked(example: Example) -> Example:
-    """Return an example without the values that its query names: `...` in their place, in the question too."""
+    """Return an example without the values that its query names: `...` in their place, in the question too.
+
+    Of a question without an answer all numbers are masked.
+    """
     question, query = example
     for value in sorted(map(str, literals(query)), key=len, reverse=True):
-        pattern = rf"(?<![\w.]){re.escape(value)}(?![\w.])" if value.strip() else re.escape(value)
+        pattern = rf"(?<!\w)(?<!\d\.){re.escape(value)}(?!\w|\.\d)" if value.strip() else re.escape(value)
         question = re.sub(pattern, _MASK, question, flags=re.IGNORECASE) if value else question
+    if not literals(query):  # `null`, whose values nothing tells: no number stays
+        question = re.sub(r"\d+(?:[.,:/-]\d+)*", _MASK, question)
     query = re.sub(r"'(?:[^']|'')*'", f"'{_MASK}'", query)
     return Example(question, re.sub(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", _MASK, query))
 
 
-def instructed(schema: str, question: str, examples: Sequence[Example] = (), *, steps: bool = False) -> str:
+def instructed(
+    schema: str, question: str, examples: Sequence[Example] = (), *, steps: bool = False, tries: bool = False
+) -> str:
     """Return a prompt for a model that follows instructions.
 
     Args:
         schema: its `outline`.
         examples: questions on the same schema, which are masked.
         steps: ask for a chain of thought before the query.
+        tries: say that there are several (`SqlAttempts`).
     """
     shown = [f"Question: {one.question}\nAnswer: {one.query}" for one in map(masked, examples)]
-    asked = f"{_ASKED} {_STEPS}" if steps else _ASKED
+    asked = " ".join([_ASKED, *[_STEPS] * steps, *[_TRIES] * tries])
     return "\n\n".join([asked, schema, *shown, f"Question: {question}\nAnswer:"])
 
 

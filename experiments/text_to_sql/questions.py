@@ -4,14 +4,19 @@ Some cannot be answered, since no table has what they ask for; the right answer 
 held-out problems are apart by their schemas, of which examples in a prompt are training ones.
 """
 
+import dataclasses
+import functools
+import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, override
 
 import numpy as np
 
 from axlearn_like.input.shuffle import derived_seed
-from experiments.text_to_sql.schemas import NUMBERS, Schema, Table, random_schema
+from experiments.text_to_sql.prompts import Example, masked
+from experiments.text_to_sql.schemas import NUMBERS, Column, Schema, Table, random_schema
+from rl.environments.retrieval.bm25 import BM25
 from rl.protocol.messages import Problem
 from rl.tasks.heldout import question_digest
 from rl.tasks.source import ProblemSource
@@ -25,16 +30,18 @@ _ATTEMPTS = 16
 
 
 class Asked(NamedTuple):
-    """A question about a schema, the query, and what a query needs to find out first."""
+    """A question about a schema, the query that it tempts to, and what a query needs to find out first."""
 
     schema: Schema
     question: str
     query: str
     steps: str
+    answerable: bool  # False: a column of the query is not there
 
     def answer(self, steps: bool) -> str:
-        """Return the query, behind the steps."""
-        return f"{self.steps}\n{self.query}" if steps else self.query
+        """Return the query, or `null`, behind the steps."""
+        query = self.query if self.answerable else ABSTAIN
+        return f"{self.steps}\n{query}" if steps else query
 
 
 def _all(table: Table, rng: np.random.Generator) -> tuple[str, str]:
@@ -74,7 +81,7 @@ _KINDS: tuple[Kind, ...] = (
     _equal,
     _grouped,
 )
-_WITHOUT_VALUES: tuple[Kind, ...] = (_all, _extreme, _grouped)
+_EXAMPLES = 512
 
 
 class SqlQuestions(ProblemSource):
@@ -86,7 +93,7 @@ class SqlQuestions(ProblemSource):
     class Config(ProblemSource.Config):
         tables: int = 2
         unanswerable: float = 0.2  # share of questions about a column that no table has
-        shots: int = 0  # examples before the question, each with a schema of its own
+        shots: int = 0  # examples before the question, whose questions are the nearest, of other schemas
         # Answers begin with a line that names tables and columns (a chain of thought), the query is the last line:
         # `SqlVerifier.Config(field="query", answer_pattern=LAST_LINE)`.
         steps: bool = False
@@ -122,9 +129,9 @@ class SqlQuestions(ProblemSource):
 
     @override
     def make(self, item: int, problem_id: int) -> Problem:
-        asked = self._asked(np.random.default_rng(derived_seed("text to sql", self._seed, self.label, item)), _KINDS)
-        row = {"schema": asked.schema.statements, "query": asked.query}
-        shown = "".join(f"{one}\n\n" for one in self._examples(item, asked.schema.statements))
+        asked = self._asked(np.random.default_rng(derived_seed("text to sql", self._seed, self.label, item)))
+        row = {"schema": asked.schema.statements, "query": asked.answer(False), "tempting": asked.query}
+        shown = "".join(f"{one}\n\n" for one in self._nearest(asked)) if self._cfg.shots else ""
         question = f"{shown}{asked.schema.outline}\n{asked.question}"
         return Problem(problem_id, self.label, question, asked.answer(self._cfg.steps), entry=row)
 
@@ -137,37 +144,48 @@ class SqlQuestions(ProblemSource):
         """Return 1.0 for the text of the reference; `SqlVerifier` compares results."""
         return float(answer.strip().rpartition("\n")[2] == entry["query"])
 
-    def _asked(self, rng: np.random.Generator, kinds: Sequence[Kind]) -> Asked:
+    def _asked(self, rng: np.random.Generator) -> Asked:
         schema = random_schema(rng, self._cfg.tables)
         table = schema.tables[rng.integers(len(schema.tables))]
-        question, query = kinds[int(rng.integers(len(kinds)))](table, rng)
-        lacking = ""
-        if rng.random() < self._cfg.unanswerable:
-            question, query, lacking = self._unanswerable(table, rng, values=kinds is _KINDS)
-        named = [f"{column.thing} is {column.name}" for column in table.columns if _names(query, column.name)]
-        steps = [f"{table.thing} is {table.name}", *named, *[f"{lacking} is nowhere"] * bool(lacking)]
-        return Asked(schema, question, query, "; ".join(steps))
+        answerable = rng.random() >= self._cfg.unanswerable
+        if answerable:
+            question, query = _KINDS[int(rng.integers(len(_KINDS)))](table, rng)
+            found = [f"{column.thing} is {column.name}" for column in table.columns if _names(query, column.name)]
+        else:
+            table = _lacking(table, rng)
+            question, query = (_extreme, _compared)[int(rng.integers(2))](table, rng)
+            found = [f"{table.columns[0].thing} is nowhere"]
+        steps = "; ".join([f"{table.thing} is {table.name}", *found])
+        return Asked(schema, question, query, steps, answerable)
 
-    def _examples(self, item: int, schema: str) -> Iterator[str]:
-        """Yield the examples of a prompt: training schemas that are not its own, and questions without a value."""
-        left, attempt = self._cfg.shots, 0
-        while left:
-            seed = derived_seed("text to sql example", self._seed, self.label, item, attempt)
-            one, attempt = self._asked(np.random.default_rng(seed), _WITHOUT_VALUES), attempt + 1
-            digest = question_digest(one.schema.statements)
-            if one.schema.statements != schema and (self._heldout_every == 0 or digest % self._heldout_every):
-                yield f"{one.schema.outline}\n{one.question}\n{one.answer(self._cfg.steps)}"
-                left -= 1
+    def _nearest(self, asked: Asked) -> Iterator[str]:
+        """Yield the examples of a prompt, the nearest question last: of other schemas, and without a value."""
+        examples, index = self._examples
+        found = (examples[number] for number, _ in index.search(asked.question, 2 * self._cfg.shots))
+        others = [one for one in found if one.schema != asked.schema][: self._cfg.shots]
+        for one in reversed(others):
+            question, answer = masked(Example(one.question, one.answer(self._cfg.steps)))
+            yield f"{one.schema.outline}\n{question}\n{answer}"
 
-    def _unanswerable(self, table: Table, rng: np.random.Generator, *, values: bool) -> tuple[str, str, str]:
-        """Ask for a number that this table has not, as one of the answerable questions would; and name it."""
-        lacking = [thing for thing in NUMBERS if thing not in {column.thing for column in table.columns}]
-        thing = lacking[rng.integers(len(lacking))]
-        if rng.random() < 0.5 and values:
-            word, number = ("over", "under")[rng.integers(2)], rng.integers(10, 90)
-            return f"How many {table.thing} with {thing} {word} {number}?", ABSTAIN, thing
-        word = ("highest", "lowest", "mean")[rng.integers(3)]
-        return f"The {word} {thing} of {table.thing}?", ABSTAIN, thing
+    @functools.cached_property
+    def _examples(self) -> tuple[list[Asked], BM25]:
+        """Examples of training schemas, and the index of their questions."""
+        found: list[Asked] = []
+        for number in itertools.count():
+            one = self._asked(
+                np.random.default_rng(derived_seed("text to sql example", self._seed, self.label, number))
+            )
+            if self._heldout_every == 0 or question_digest(one.schema.statements) % self._heldout_every:
+                found.append(one)
+            if len(found) == _EXAMPLES:
+                break
+        return found, BM25([masked(Example(one.question, one.query)).question for one in found])
+
+
+def _lacking(table: Table, rng: np.random.Generator) -> Table:
+    """Return the table with no column but a number that it has not: a question about that cannot be answered."""
+    thing = _pick(rng, [one for one in NUMBERS if one not in {column.thing for column in table.columns}])
+    return dataclasses.replace(table, columns=(Column(thing, _pick(rng, list(NUMBERS[thing])), "INTEGER"),))
 
 
 def _names(query: str, name: str) -> bool:

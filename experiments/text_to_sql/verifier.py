@@ -10,12 +10,12 @@ import re
 import sqlite3
 from typing import Any, override
 
-from experiments.text_to_sql.database import QueryTimeout, query, read_only
+from experiments.text_to_sql.database import QueryTimeout, Result, query, read_only
 from experiments.text_to_sql.instances import instance, literals
 from rl.protocol.messages import Problem
 from rl.verification.verifiers.rows import RowScorer
 
-__all__ = ["SqlVerifier"]
+__all__ = ["SqlVerifier", "compared", "statement"]
 
 _FENCED = re.compile(r"```(?:sql)?\s*\n(.*?)\n?\s*```", re.DOTALL | re.IGNORECASE)
 _KEPT = 64  # problems whose databases are kept open
@@ -56,7 +56,7 @@ class SqlVerifier(RowScorer):
 
     @override
     def judge(self, answer: str, reference: Any, problem: Problem) -> dict[str, float]:
-        cfg, text, wanted = self._cfg, _statement(answer), str(reference).strip()
+        cfg, text, wanted = self._cfg, statement(answer), str(reference).strip()
         abstained, unanswerable = text.lower() == cfg.abstain, wanted.lower() == cfg.abstain
         ran = right = False
         if abstained:
@@ -93,18 +93,23 @@ class SqlVerifier(RowScorer):
                 raise LookupError(f"the reference {reference!r} does not run on its schema: {error}") from error
         return made
 
-    def _result(self, connection: sqlite3.Connection, text: str) -> tuple[list[tuple[str, ...]], bool]:
+    def _result(self, connection: sqlite3.Connection, text: str) -> Any:
         found = query(connection, text, max_rows=self._cfg.max_rows, seconds=self._cfg.seconds)
         if not found.columns:
             raise sqlite3.ProgrammingError("not a query")
-        return sorted(tuple(map(_cell, row)) for row in found.rows), found.more
+        return compared(found)
+
+
+def compared(found: Result) -> tuple[tuple[tuple[str, ...], ...], bool]:
+    """Return of a result what two queries must have in common."""
+    return tuple(sorted(tuple(map(_cell, row)) for row in found.rows)), found.more
 
 
 def _cell(value: Any) -> str:
     return str(round(value, 3)) if isinstance(value, float) else str(value)
 
 
-def _statement(answer: str) -> str:
+def statement(answer: str) -> str:
     """Return the last fenced block, or all, without the semicolon at its end."""
     fenced = _FENCED.findall(answer)
     return (fenced[-1] if fenced else answer).strip().rstrip(";").strip()

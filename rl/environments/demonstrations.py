@@ -18,11 +18,15 @@ from rl.tasks.encoding import encode_problem, encode_solution
 from rl.tasks.supervised import ProblemExamples
 
 
+class Mistake(str):
+    """An action that is played for what it leads to, and not learned."""
+
+
 class Demonstrations(ProblemExamples):
     """Prompts with the actions of a demonstrator and the observations that these lead to.
 
-    The tokens are those of a rollout with these actions, and the loss is on the actions alone, so that supervised
-    fine-tuning and RL see the same form.
+    The tokens are those of a rollout with these actions, and the loss is on the actions alone, `Mistake`s left out, so
+    that supervised fine-tuning and RL see the same form.
     """
 
     class Config(ProblemExamples.Config):
@@ -63,7 +67,7 @@ class Demonstrations(ProblemExamples):
             for number, action in enumerate(actions, start=1):
                 tokens = self._tokens(action, cfg.stop_strings(), pieces[-1][0] or prompt)
                 step = checked_step(await _awaited(environment.step(turns.action(tokens))))
-                pieces.append((tokens, True))
+                pieces.append((tokens, not isinstance(action, Mistake)))
                 if step.done != (number == len(actions)):
                     when = "before" if step.done else "not with"
                     raise UserError(f"problem {problem.id}: the episode is over {when} its last action, {actions}")

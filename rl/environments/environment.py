@@ -48,6 +48,7 @@ class Step(NamedTuple):
     observation: Any = ""  # text that the policy sees next, or an `Ask`; "" for nothing. It is not learned from.
     reward: float = 0.0  # a finite number, for this action
     done: bool = False  # the episode is over
+    answer: str | None = None  # text that the verifier judges, at the end and with `verify`; None: the action
 
 
 class Consult(NamedTuple):
@@ -56,11 +57,13 @@ class Consult(NamedTuple):
     Nobody learns from what it draws. The policy sees of it what the environment shows.
     """
 
-    policy: str  # one of the config's `consults`
+    policy: str | None  # one of the config's `consults`; None: the policy of the episode itself
     prompt: str  # question that it answers
     max_new_tokens: int | None = None  # limit of its answer; None: the engine's
     strings: tuple[str, ...] = ()  # texts that end its answer
     reward: float = 0.0  # a finite number, for the action before
+    # Answers, drawn side by side: `hear` gets the list of them; None: one, and its text
+    samples: int | None = None
 
 
 class Environment(Configurable, abc.ABC):
@@ -145,8 +148,11 @@ class Environment(Configurable, abc.ABC):
     def step(self, action: str) -> Any:
         """Carry out an action; returns (observation, reward, done), or an awaitable of them."""
 
-    def hear(self, answer: str) -> Any:
-        """Go on from the answer to a `Consult`; returns what `step` would. Before the first action it pays nothing."""
+    def hear(self, answer: Any) -> Any:
+        """Go on from the answer to a `Consult`, or the list of them; returns what `step` would.
+
+        Before the first action it pays nothing.
+        """
         raise NotImplementedError
 
     def refuse(self, action: str, why: str) -> Any:
@@ -185,12 +191,16 @@ def checked_step(value: Any) -> Step:
     """Return what `step` returned.
 
     Raises:
-        TypeError: it is not (text, finite number, boolean).
+        TypeError: it is not (text, finite number, boolean), nor a `Step` with an answer that is a text.
     """
-    if not isinstance(value, tuple) or len(value) != 3:
+    answer = value.answer if isinstance(value, Step) else None
+    parts = value[:3] if isinstance(value, Step) else value
+    if not isinstance(parts, tuple) or len(parts) != 3:
         raise TypeError(f"step returned {describe(value)}; expected (observation, reward, done)")
-    observation, reward, done = value
-    return Step(checked_observation(observation), number(reward, "step"), bool(done))
+    observation, reward, done = parts
+    if answer is not None and not isinstance(answer, str):
+        raise TypeError(f"answer {describe(answer)} of a step; expected text, or None")
+    return Step(checked_observation(observation), number(reward, "step"), bool(done), answer)
 
 
 def checked_consult(value: Consult, allowed: Sequence[str]) -> Consult:
@@ -199,7 +209,7 @@ def checked_consult(value: Consult, allowed: Sequence[str]) -> Consult:
     Raises:
         TypeError: its policy is none of those that the config allows, or it has other values than its fields say.
     """
-    if value.policy not in allowed:
+    if value.policy is not None and value.policy not in allowed:
         known = ", ".join(map(repr, allowed)) or "none"
         raise TypeError(f"the environment consulted {value.policy!r}; its `consults` are: {known}")
     if not isinstance(value.prompt, str):

@@ -1,10 +1,11 @@
 """Answers of environments that let another policy speak: it draws a completion of its own, of which nobody learns."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from axlearn_like.tokenizers.protocol import Tokenizer, answer_text
 from rl.environments.environment import Consult, Environment, Step, checked_consult, checked_step
+from rl.protocol.messages import Rollout
 from rl.protocol.segments import SegmentedText
 from rl.rollout.agent_loops.commands import Command, Completion, Generate, Join, Spawn, Wait
 from rl.tasks.encoding import encode_prompt, encode_segments
@@ -39,10 +40,14 @@ def heard(value: Any, cfg: Environment.Config, ask: Ask, tokenizer: Tokenizer) -
             prompt, segments = encode_segments(asked, tokenizer)
         else:
             prompt = encode_prompt(asked, tokenizer)
-        child = yield Spawn(prompt.tolist(), speak, consult.max_new_tokens, consult.policy, segments)
-        (rollout,) = yield Join((child,))
-        answer = answer_text(tokenizer, rollout.tokens.tolist())
-        value = yield ask(lambda environment, said=answer: environment.hear(said))
+        children: list[Completion] = []
+        for _ in range(1 if consult.samples is None else consult.samples):
+            child = yield Spawn(prompt.tolist(), speak, consult.max_new_tokens, consult.policy, segments)
+            children.append(child)
+        rollouts: Sequence[Rollout] = yield Join(tuple(children))
+        answers = [answer_text(tokenizer, rollout.tokens.tolist()) for rollout in rollouts]
+        told: Any = answers[0] if consult.samples is None else answers
+        value = yield ask(lambda environment, said=told: environment.hear(said))
     step = checked_step(value)
     return step._replace(reward=paid + step.reward)
 

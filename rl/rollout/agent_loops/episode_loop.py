@@ -107,7 +107,8 @@ class EpisodeLoop:
             step = yield from heard(done, cfg, ask, self._tokenizer)
             turns.append(Turn(end, step.reward, _messages(seen, cfg)))
             if step.done:
-                return "done", answer_text(self._tokenizer, drawn) if cfg.verify else None
+                judged = answer_text(self._tokenizer, drawn) if step.answer is None else step.answer
+                return "done", judged if cfg.verify else None
             seen = step.observation
             given, segments = _given(seen, text, completion) if len(turns) < cfg.max_turns else [], ()
         return "truncated", None

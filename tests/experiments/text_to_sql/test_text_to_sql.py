@@ -135,7 +135,7 @@ def test_examples_and_steps_are_in_the_prompt_and_no_text_of_a_database_is():
         for problem in map(shown.train, range(60))
         for k in range(3)
     }
-    assert len(outlines) > 100
+    assert len(outlines) > 50
     assert outlines.isdisjoint("\n".join(problem.question.splitlines()[:2]) for problem in plain.heldout(40))
     assert len(heldout) > 20
 
@@ -202,7 +202,10 @@ def test_no_value_of_the_references_is_in_the_examples_of_ehrsql(shared_data: Pa
     problem = TaskMixture.Config(families=(cfg,)).build().train(0)
     assert problem.question.startswith("Write one SQLite query") and "admissions(row_id INT" in problem.question
     shown = problem.question.rpartition("Question:")[0]
-    assert shown.count("Question:") == 6 and shown.count("Answer: null") == 1
+    assert shown.count("Question:") == 6
+    known = set(re.findall(r"\w+", problem.question.rpartition("Question:")[2].lower())) - {"answer"}
+    nearest = re.findall(r"Question: (.*)", shown)
+    assert all(len(known & set(re.findall(r"\w+", one.lower()))) > 2 for one in nearest)
     texts = {
         one
         for row, _ in list(EhrsqlRows.Config(data=valid[0], labels=valid[1]).build().rows())[:250]

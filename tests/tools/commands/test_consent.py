@@ -39,7 +39,8 @@ KEY = "AWS_SECRET_ACCESS_KEY"
 # Fields with which a config makes a user's own program read local files, and nothing more.
 READ_ONLY = re.compile(
     r"""(\w+)\.files | StartFrom\.path | HuggingFaceTokenizer\.path | JsonLines\.origin | PlainText\.origin
-    | Tls\.(cert|key|ca) | EhrsqlRows\.\w+ | SQLTool\.database | Server\.allowed_hosts""",
+    | Tls\.(cert|key|ca) | EhrsqlRows\.\w+ | SQLTool\.database | SqlAttempts\.database
+    | Server\.allowed_hosts""",
     re.VERBOSE,
 )
 OUTWARD = re.compile(
@@ -58,7 +59,7 @@ HARMLESS = set(
     Calculator.pure Environment.pure Environment.verify FunctionTool.pure GymEnvironment.pure GymEnvironment.verify
     MCPTool.pure PlainEnvironment.pure PlainEnvironment.verify PythonTool.pure RetrievalTool.pure SQLTool.pure Tool.pure
     SQLTool.writable
-    PartialExecution.abort_invalid
+    PartialExecution.abort_invalid SqlAttempts.pure SqlAttempts.verify EhrsqlRows.tries
     ToolEnvironment.pure ToolEnvironment.verify OpenEnvEnvironment.pure OpenEnvEnvironment.verify OpenRetrieval.pure
     _Interpreter.pure
     Checkpointer.asynchronous DPO.robust Document.bos Document.eos EhrsqlRows.steps Fleet.allow_idle

@@ -9,7 +9,7 @@ import pytest
 
 from axlearn_like.config import ConfigError
 from axlearn_like.tokenizers.protocol import answer_text, completion_text
-from rl.environments.environment import Consult, Environment, Row
+from rl.environments.environment import Consult, Environment, Row, Step
 from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.episodes import Episodes
 from rl.rollout.engine import RolloutEngine
@@ -80,8 +80,10 @@ def engine() -> Iterator[RolloutEngine]:
     assert_no_page_is_held(built)
 
 
-def play(engine: RolloutEngine, how: str = "", samples: int = 1) -> tuple[RequestOutput, list[Any], Prompt]:
-    made = tasks(Talk.Config(how=how)).build()
+def play(
+    engine: RolloutEngine, how: str = "", samples: int = 1, environment: Environment.Config | None = None
+) -> tuple[RequestOutput, list[Any], Prompt]:
+    made = tasks(environment or Talk.Config(how=how)).build()
     episodes, problem = Episodes(made, TOKENIZER, seed=3), made.train(0)
     prompt = Prompt(problem.id, problem.family, encode_problem(problem, TOKENIZER))
     number = engine.submit(episodes.request(prompt, samples, 7))
@@ -114,6 +116,36 @@ def test_samples_consult_apart_and_a_lost_one_again_to_the_bit(engine: RolloutEn
     assert_same(found[:1], [first])
     assert_same([one for _, one in both.spawned[: len(alone.spawned)]], [one for _, one in alone.spawned])
     assert found[0].tokens.tobytes() != found[1].tokens.tobytes()
+
+
+class Council(Environment):
+    """The policy answers once, and then several times side by side; what the second of those says is the answer."""
+
+    class Config(Environment.Config):
+        max_turn_tokens: int | None = 4
+        pure: bool = True
+        verify: bool = True
+
+    @override
+    def reset(self, row: Any) -> str:
+        return ""
+
+    @override
+    def step(self, action: str) -> Any:
+        return Consult(None, "again?", ANSWER, samples=3)
+
+    @override
+    def hear(self, answer: list[str]) -> Any:
+        return Step(done=True, answer=answer[1])
+
+
+def test_several_answers_are_drawn_side_by_side_and_the_environment_says_what_is_judged(engine: RolloutEngine) -> None:
+    output, (rollout,), _ = play(engine, environment=Council.Config())
+    assert {prompt.tobytes() for prompt, _ in output.spawned} == {encode_prompt("again?", TOKENIZER).tobytes()}
+    said = [answer_text(TOKENIZER, one.tokens.tolist()) for _, one in output.spawned]
+    assert len(set(said)) == 3 and rollout.episode.answer == said[1] and rollout.episode.ended == "done"
+    own = answer_text(TOKENIZER, rollout.tokens.tolist())
+    assert rollout.action_mask.all() and own != said[1]
 
 
 @pytest.mark.parametrize(
