@@ -189,8 +189,8 @@ class _Search:
             mesh, devices = self._engine_mesh(count), "trainer"
             if left:
                 devices = machine.text if each else machine.part(count)
-            if mesh is None or devices is None or (not left and mesh and count < machine.count):
-                continue  # the trainer's devices have one engine, of all of them or of one
+            if mesh is None or devices is None or (not left and count < machine.count and machine.platform != "cpu"):
+                continue  # on the trainer's devices there is one engine, of all of them
             workers = left // count if left else 1
             most = 1 << min(_SEQUENCES, max(1, self.rows // workers)).bit_length() - 1
             holds: Bytes = {}

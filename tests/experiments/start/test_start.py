@@ -153,7 +153,7 @@ def test_what_is_derived_for_accelerators_is_not_refused_by_what_runs_it(
 
 
 @pytest.mark.usefixtures("model")
-@pytest.mark.parametrize("fleet", ["trainer=v5e:2x4,workers=trainer", "trainer=h100:8,workers=2xh100:1"])
+@pytest.mark.parametrize("fleet", ["trainer=v5e:2x4,workers=8xv5e:1x1", "trainer=h100:8,workers=2xh100:1"])
 def test_a_fleet_of_the_command_line_is_what_the_model_is_fitted_to(fleet: str) -> None:
     found = plan_start("rl", StartOptions(model="small", data="rows.jsonl", fleet=fleet))
     cfg: Any = found.config
