@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 from rl.runtime.node.forks import end_with
 from rl.runtime.node.warm import may_be_forked
 
+AGAIN = 75  # exit status of a driver that has lost its raylet, and asks for the next one
 MAX_DEATHS = 5  # limit of a driver's deaths without an update in between; more are a fault of the run
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _STOPS = _FORWARDED[:2]
@@ -182,10 +183,12 @@ class _Command:
         cause = signal.Signals(-status).name if status < 0 else ""
         step = self._observer.step
         self._deaths, self._reached = (self._deaths + 1, self._reached) if step <= self._reached else (1, step)
-        if cause and not self._asked and self._deaths < MAX_DEATHS:
-            self._observer.died(self._driver, cause)
+        if (cause or status == AGAIN) and not self._asked and self._deaths < MAX_DEATHS:
+            if cause:
+                self._observer.died(self._driver, cause)
             self._driver = 0
             return
+        status = 0 if status == AGAIN and self._asked else status
         self._end_keeper(remove=status == 0)
         if cause:
             if -status != signal.SIGKILL:

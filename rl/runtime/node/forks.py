@@ -37,8 +37,11 @@ def end_with(parent: int, name: str = "") -> None:
 
 
 def _import_for(variables: Mapping[str, str]) -> None:
-    """Import what the workers of a job need, in a fork which is theirs alone."""
-    os.environ |= variables
+    """Import what the workers of a job need, in a fork which is theirs alone.
+
+    Ray takes it for their raylet: a worker ends with the process that asked for it, which ends with its raylet.
+    """
+    os.environ |= {**variables, _RAYLET: str(os.getpid())}
     with many_imports():
         for name in _OF_ROLES:
             importlib.import_module(name)
@@ -129,7 +132,7 @@ class ForkServer:
             return False
         environment: dict[str, str] = request["environment"]
         if "RAY_JOB_ID" in environment:
-            variables = {name: value for name, value in environment.items() if name.startswith("RAY_")}
+            variables = {k: value for k, value in environment.items() if k.startswith("RAY_") and k != _RAYLET}
             if (channel := self._job(variables, output)) is None:
                 return True
             with contextlib.suppress(OSError):  # interpreter has died: this one answers
@@ -148,8 +151,8 @@ class ForkServer:
         """Return the channel to the interpreter of a job, made if there is none; None in its workers."""
         key = json.dumps(variables, sort_keys=True)
         if key not in self._jobs:
-            for old in [one for one in self._jobs if json.loads(one).get(_RAYLET) != variables.get(_RAYLET)]:
-                self._jobs.pop(old).close()  # interpreter, which ends with its last worker
+            while len(self._jobs) > 1:
+                self._jobs.pop(next(iter(self._jobs))).close()  # interpreter, which ends with its last worker
             parent, (ours, theirs) = os.getpid(), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             if (pid := os.fork()) == 0:
                 ours.close()

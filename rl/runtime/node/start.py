@@ -11,7 +11,7 @@ none of these.
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,37 @@ def few_processes() -> Iterator[None]:
         services.start_ray_process = start_process
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+def start_node(folder: Path, labels: Mapping[str, str], address: str = "") -> Any:
+    """Start a node on loopback for as long as this process lives; returns Ray's object of it.
+
+    Args:
+        folder: folder of its sockets and logs.
+        address: the cluster that it joins; "": a new one, whose head it is.
+    """
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    params = RayParams(
+        num_cpus=64,  # roles are processes, not cores: Ray must not limit them on one machine
+        include_dashboard=False,
+        object_store_memory=256 << 20,
+        node_ip_address="127.0.0.1",
+        temp_dir=str(folder),
+        labels=dict(labels),
+        **({"gcs_address": address, "node_manager_port": 0} if address else {}),
+    )
+    with few_processes():
+        return Node(params, head=not address, shutdown_at_exit=False, spawn_reaper=True)
+
+
+def nodes_of_actors() -> dict[str, str]:
+    """Return the nodes of all actors that Ray believes to be alive, by their names."""
+    from ray._private.state import actors
+
+    rows: Any = actors(actor_state_name="ALIVE").values()
+    return {row["Name"]: row["Address"]["NodeID"] for row in rows}
 
 
 def raylet_command(command: Sequence[str]) -> list[str]:

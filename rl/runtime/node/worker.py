@@ -5,6 +5,7 @@ standard library, which takes a fortieth of what a worker imports.
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -13,12 +14,15 @@ import socket
 import sys
 
 VARIABLE = "AXL_WARM_INTERPRETER"  # path of its socket
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG; its parent is a raylet
 _SCRIPT = ("_private", "workers", "default_worker.py")
 
 
 def main() -> int:
     """Return the exit status of the worker; without a warm interpreter this process becomes it."""
     sys.path.pop(0)  # removes this folder
+    with contextlib.suppress(AttributeError, OSError):  # Linux
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     found = importlib.util.find_spec("ray")
     assert found is not None and found.submodule_search_locations is not None
     command = [os.path.join(found.submodule_search_locations[0], *_SCRIPT), *sys.argv[1:]]

@@ -19,7 +19,9 @@ os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "100")
 os.environ.setdefault("RAY_core_worker_internal_heartbeat_ms", "100")
 # Ray reports the death of a process in a paragraph; the runtime reports it in one line.
-os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed|Raylet is terminated")
+os.environ.setdefault(
+    "RAY_DEDUP_LOGS_SKIP_REGEX", "worker died or was killed|Raylet is terminated|has been marked dead"
+)
 # A process that loses its raylet assumes that the raylet is its parent, unless the pid is given, and exits silently if
 # the parent is gone (a daemon, or pid 1 of a container). Raylets give actors their pid; here the driver gets one.
 os.environ.setdefault("RAY_RAYLET_PID", str(os.getpid()))

@@ -10,12 +10,14 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
 from rl.runtime.node.drivers import kept_ray
+from rl.runtime.node.start import nodes_of_actors
 from rl.runtime.ray.devices.placement import start_actor
 from rl.runtime.ray.devices.reservation import Reservation
 from rl.runtime.ray.proxies import invoke_beside
 from rl.runtime.ray.role_group import Report, Roles
 
 _ANSWER = 3.0  # seconds for a live process to answer
+_SPARE_ANSWER = 0.5  # seconds for spares beyond that
 
 
 class Starter:
@@ -30,10 +32,17 @@ class Starter:
     def __init__(self, cfg: RLExperiment.Config, run: RunDirectory, reservation: Reservation):
         """`reservation`: the devices of trainer, reference and workers."""
         kept = kept_ray()
-        self._cfg, self._run, self._reservation, self._kept = cfg, run, reservation, kept is not None
+        self._cfg, self._run, self._reservation, self._kept = cfg, run, reservation, kept
         self.driver, self._token = (0, secrets.token_hex(16)) if kept is None else (kept.number, kept.token)
         self.namespace = f"{run.path.name}-{self._token[:8]}"
         self.found: list[str] = []
+
+    def alive(self) -> list[str]:
+        """Return the names of actors that were there and whose raylet lives: others answer when they are back."""
+        if not self.found or self._kept is None:
+            return self.found
+        raylets, nodes = self._kept.told().get("raylets", {}), nodes_of_actors()
+        return [name for name in self.found if nodes.get(name) in raylets]
 
     def __call__(self, kind: str, name: str) -> Any:
         """Return the actor of a process."""
@@ -42,16 +51,19 @@ class Starter:
                 actor = ray.get_actor(name, self.namespace)
                 self.found.append(name)
                 return actor
-        known = {"token": self._token, "namespace": self.namespace, "lasting": self._kept}
+        raylets = 0 if self._kept is None else self._kept.told().get("sides", 1)
+        known = {"token": self._token, "namespace": self.namespace, "raylets": raylets}
         return start_actor(self._cfg, self._run, kind, name, self._reservation.slot(name), **known)
 
 
 def adopt(roles: Roles, starter: Starter) -> dict[str, Report]:
     """Give actors that were found the names that they have now; returns what they do, by that name."""
     actors = {**roles.services, **roles.loops}
-    asked = {name: invoke_beside(actors[name], "report", starter.driver) for name in starter.found}
-    if asked:
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER)
+    asked = {name: invoke_beside(actors[name], "report", starter.driver) for name in starter.alive()}
+    # A spare that prepares itself answers late, and is asked to prepare itself again.
+    for timeout, some in ((_ANSWER, asked.keys() - roles.spares.keys()), (_SPARE_ANSWER, asked.keys())):
+        if pending := [asked[name] for name in some]:
+            ray.wait(pending, num_returns=len(pending), timeout=timeout)
     reports: dict[str, Report] = {}
     for name, reference in asked.items():
         with contextlib.suppress(RayActorError, GetTimeoutError):  # one that starts again is followed like a new one

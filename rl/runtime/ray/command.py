@@ -9,8 +9,10 @@ from typing import Any
 
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
+from mesh.devices import find_devices
 from mesh.files.bucket import bucket_url
 from rl.experiment import RLExperiment
+from rl.fleet.requests import role_requests
 from rl.runtime.node.drivers import run_drivers
 from rl.runtime.node.orphans import end_orphans
 from rl.runtime.node.warm import teach
@@ -41,7 +43,11 @@ def begin_drivers(
     teach([name for name, module in sys.modules.items() if _is_package(name, module)])
     faults = Faults(None, list(trace))
     faults.check(cfg.workers, kept=True)
-    return () if run_drivers(keep_session, _Observer(cfg, RunDirectory.attach(run_dir), faults, say)) else trace
+    observer = _Observer(cfg, RunDirectory.attach(run_dir), faults, say)
+    # Two raylets would both give the same devices away.
+    raylets = 2 if cfg.standby and not role_requests(cfg, find_devices()) else 1
+    keep = lambda kept: keep_session(kept, raylets, observer.replaced)  # noqa: E731
+    return () if run_drivers(keep, observer) else trace
 
 
 def _is_package(name: str, module: Any) -> bool:
@@ -69,9 +75,17 @@ class _Observer:
         if not self._faults.trace:
             return False
         self._logs.new_events()
-        pids = {**self._logs.pids, "driver": driver, **({"raylet": ray["raylet"]} if "raylet" in ray else {})}
-        self._injection.inject(self.step, pids, {})
+        raylets = {f"raylet-{n}": pid for n, pid in enumerate(ray.get("raylets", {}).values())}
+        self._injection.inject(self.step, {**self._logs.pids, "driver": driver, **raylets}, {})
         return True
+
+    def replaced(self, number: int, raylet: int, following: int) -> None:
+        """Report the death of a raylet beside which another one lives."""
+        log, name = EventLog(self._run.events_path), f"raylet-{number}"
+        log.append("driver", "died", target=name, pid=raylet)
+        log.append(name, "start", pid=following)
+        again = "what it had started is taken over, or starts again"
+        self._say(f"Ray's {name} (pid {raylet}) died at update {self.step}; {again}")
 
     def died(self, driver: int, cause: str) -> None:
         """Report the death of a driver."""

@@ -45,6 +45,8 @@ class FaultInjection:
         begun = self._faults.began is not None or step > self._first
         for failure in self._faults.due(time.monotonic()) if begun else ():
             name = f"worker-{self._random.randrange(self._workers)}" if failure.target == "worker" else failure.target
+            if name == "raylet" and (raylets := [pid for one, pid in pids.items() if one.startswith("raylet-")]):
+                pids = {**pids, name: self._random.choice(raylets)}
             if name in pids:
                 self._kill("chaos", name, step, pids, actors)
             else:

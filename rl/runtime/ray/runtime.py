@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 
 import ray
@@ -14,7 +15,7 @@ from mesh.devices import find_devices
 from rl.experiment import RLExperiment
 from rl.fleet.requests import role_requests
 from rl.runtime.cluster_file import withdraw
-from rl.runtime.node.drivers import kept_ray
+from rl.runtime.node.drivers import AGAIN, kept_ray
 from rl.runtime.node.orphans import end_orphans
 from rl.runtime.ray.devices.capacity import wait_for_nodes
 from rl.runtime.ray.devices.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
@@ -103,6 +104,9 @@ def _run_in_session(
     except Exception as error:
         if (lost := health.loss()) is None:
             raise
+        if lost.others and not stop():  # the roles there work on, and the next driver joins them
+            sys.stdout.flush()
+            os._exit(AGAIN)
         if not own:
             raise UserError(
                 f"{lost}; it belongs to a Ray cluster that this command did not start "

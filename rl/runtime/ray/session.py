@@ -2,14 +2,13 @@
 
 import logging
 import os
-import select
 import shutil
 import signal
 import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import ray
 from mesh import UserError
 from mesh.files.written import own_folder
 from rl.runtime.node.drivers import Kept, kept_ray
+from rl.runtime.node.local_ray import LocalRay
 from rl.runtime.node.start import few_processes
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -73,10 +73,7 @@ def _start() -> str:
     Raises:
         SessionLost: one of its processes died on the way, or did not answer.
     """
-    folder = session_folder()
-    own_folder(folder.parent)  # Ray opens its own folder to everyone
-    folder.mkdir(exist_ok=True)
-    _remove_old_sessions(folder)
+    folder = _folder()
     try:
         with few_processes():
             context: Any = ray.init(
@@ -90,24 +87,46 @@ def _start() -> str:
             )
     except Exception as error:
         ray.shutdown()
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise SessionLost(f"Ray did not start: {reason}") from error
+        raise _not_started(error) from error
     return context.address_info["session_dir"]
 
 
-def keep_session(kept: Kept) -> None:
-    """Start Ray, tell where it is, and hold it until one of its processes dies or SIGTERM comes."""
-    with _signals_kept():
-        folder = _start()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    health, address = SessionHealth(), ray.get_runtime_context().gcs_address
-    kept.tell(keeper=os.getpid(), address=address, folder=folder, **health.pids())
+def _folder() -> Path:
+    """Make the folder of sessions, and remove old ones in it."""
+    folder = session_folder()
+    own_folder(folder.parent)  # Ray opens its own folder to everyone
+    folder.mkdir(exist_ok=True)
+    _remove_old_sessions(folder)
+    return folder
+
+
+def _not_started(error: Exception) -> "SessionLost":
+    return SessionLost(f"Ray did not start: {next(iter(str(error).splitlines()), type(error).__name__)}")
+
+
+def keep_session(kept: Kept, raylets: int, replaced: Callable[[int, int, int], object]) -> None:
+    """Start Ray, tell where it is, and hold it until it cannot go on or SIGTERM comes.
+
+    Args:
+        raylets: 2: roles of the one survive the other.
+        replaced: called when a raylet was replaced (see `LocalRay.hold`).
+    """
+    folder = _folder()
     try:
-        health.wait()
-        kept.tell(lost=str(health.loss()))
-        health.end()
+        here = LocalRay(folder, raylets)
+    except Exception as error:
+        raise _not_started(error) from error
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+
+    def tell() -> None:
+        kept.tell(keeper=os.getpid(), **here.told())
+
+    try:
+        tell()
+        kept.tell(lost=_died(here.hold(tell, replaced)))
+        here.end(graceful=False)
     except SystemExit:
-        ray.shutdown()
+        here.end(graceful=True)
 
 
 def _join_kept(kept: Kept) -> None:
@@ -157,28 +176,49 @@ def _signals_kept() -> Iterator[None]:
 
 
 class SessionLost(Exception):
-    """A process of Ray itself has died: this session cannot be used any more."""
+    """A process of Ray itself has died: this driver cannot use its session any more.
 
-    step = 0  # updates completed before
+    Attributes:
+        step: updates completed before.
+        others: raylets, and roles with them, that live on.
+    """
+
+    step = 0
+
+    def __init__(self, message: str, others: int = 0):
+        super().__init__(message)
+        self.others = others
 
 
 class SessionHealth:
-    """Ray's own processes on the driver's node: its `raylet`, and `gcs_server` if that runs here too.
+    """Ray's own processes that this driver needs: the `raylet` of its node, and `gcs_server` if that runs here too.
 
     Without them no role can live or be restarted.
     """
 
     def __init__(self):
-        node = ray.get_runtime_context().get_node_id()
-        self._processes = {p: name for p in psutil.process_iter() if (name := _ray_name(p, node)) is not None}
+        """Find them (SessionLost: the raylet died since this driver joined it)."""
+        node, kept = ray.get_runtime_context().get_node_id(), kept_ray()
+        self._others = 0  # raylets with roles that live on where this one dies
+        try:
+            if kept is None:
+                known = {process: _ray_name(process, node) for process in psutil.process_iter()}
+                self._processes = {process: name for process, name in known.items() if name is not None}
+            else:
+                told = kept.told()
+                pids = {told["raylets"][node]: "raylet", told["gcs_server"]: "gcs_server"}
+                self._processes = {psutil.Process(pid): name for pid, name in pids.items()}
+                self._others = told["sides"] - 1
+        except (KeyError, psutil.NoSuchProcess):
+            raise SessionLost("Ray's raylet, which starts the roles, died") from None
 
     def loss(self) -> SessionLost | None:
         """Return an error that names the process which has died, without asking Ray; None if all live."""
         for process, name in self._processes.items():
             if not _lives(process):
-                found = f"Ray's {name} (pid {process.pid}), {_PURPOSE[name]}, died"
                 kept = kept_ray()  # keeper of the session: it knows which one died first, and has ended the others
-                return SessionLost((kept and kept.told().get("lost")) or found)
+                lost = (kept and kept.told().get("lost")) or _died(f"{name} (pid {process.pid})")
+                return SessionLost(lost, others=self._others if name == "raylet" else 0)
         return None
 
     def check(self) -> None:
@@ -186,21 +226,16 @@ class SessionHealth:
         if (lost := self.loss()) is not None:
             raise lost
 
-    def pids(self) -> dict[str, int]:
-        """Return the process ids by name."""
-        return {name: process.pid for process, name in self._processes.items()}
-
-    def wait(self) -> None:
-        """Wait until a process dies."""
-        descriptors = [os.pidfd_open(process.pid) for process in self._processes]
-        select.select(descriptors, [], [])
-
     def end(self) -> None:
         """Kill the processes that are left, because Ray would try for long to reach the dead one."""
         left = [process for process in self._processes if _lives(process)]
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=5.0)
+
+
+def _died(process: str) -> str:
+    return f"Ray's {process}, {_PURPOSE[process.partition(' ')[0]]}, died"
 
 
 def _ray_name(process: psutil.Process, node: str) -> str | None:

@@ -58,6 +58,7 @@ class Supervisor:
         self._logs.pids |= {name: one.pid for name, one in found.items()}
         for name in sorted(self._roles.ready):
             self._log.append("driver", "ready", target=name)
+        self._lost = {name for name in self._starter.found if name not in found and name in self._roles.loops}
         followed = {name: self._roles.loops[name] for name, one in found.items() if one.runs}
         self._at_work = {name: one.invoke.remote("outcome", self._starter.driver) for name, one in followed.items()}
         self._idle = [name for name in self._roles.loops if name not in self._roles.trainer.names]
@@ -122,6 +123,10 @@ class Supervisor:
             self._waiting[self._at_work.pop(name)] = (name, "loop")
         elif name in self._roles.spares:
             self._unprepared |= {} if name in self._roles.ready else {name: self.step}
+        elif not group.several and name in self._lost:
+            self._lost.discard(name)
+            self._note_loss(name, RayActorError())
+            self._restart([name], [name])
         elif not group.several:
             self._run_loop(name)
         elif not incarnation:

@@ -58,8 +58,10 @@ def _recovery(events: Sequence[Row], kill: int, end: int) -> Recovery:
     """Return the recovery from one kill; `end`: row of the next kill, whose later rows do not count."""
     at, target = events[kill]["time"], events[kill]["target"]
     back = next((i for i in range(kill, end) if _is_back(events[i], target)), None)
-    new_trainer = target in ("command", "raylet") or target.startswith("trainer")
-    trainer = next((i for i in range(back or end, end) if _starts(events[i], "trainer")), end) if new_trainer else kill
+    since = kill if target == "raylet" else back or end
+    trainer = next((i for i in range(since, end) if _starts(events[i], "trainer")), end)
+    new_trainer = target == "command" or target.startswith("trainer") or (target == "raylet" and trainer < end)
+    trainer = trainer if new_trainer else kill
     updates = [i for i in range(trainer, end) if _updates(events[i])]
     before = [row for row in events[:kill] if _updates(row)]
     redone = lost = 0
@@ -97,7 +99,7 @@ def _is_back(row: Row, target: str) -> bool:
         return row["event"] == "lease_expired" and row["worker"] == target
     if target in ("driver", "command"):
         return row["event"] == "session"
-    return _starts(row, "trainer" if target == "raylet" else target)
+    return row["event"] == "back" if target == "raylet" else _starts(row, target)
 
 
 def _starts(row: Row, role: str) -> bool:

@@ -19,7 +19,7 @@ from axlearn_like.run.jsonl import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER, COMMAND, RAYLET = "driver", "command", "raylet"
-_WHOLE = (COMMAND, RAYLET)  # which take all roles with them
+_WHOLE = (COMMAND, RAYLET)  # which take roles with them
 PATIENCE_S = 900.0  # limit of a role's return on a busy machine
 
 
@@ -93,14 +93,23 @@ class WatchedRun:
         return sum(row["event"] == event and role in (None, row["role"]) for row in self.events)
 
     def pid(self, role: str) -> int:
-        """Return the process id of the role's newest process."""
+        """Return the process id of the role's newest process; of two raylets, the one that began first."""
         if role in _WHOLE:
             assert self.process is not None
-            tree = psutil.Process(self.process.pid).children(recursive=True) if role == RAYLET else ()
-            return next((one.pid for one in tree if one.name() == RAYLET), self.process.pid)
+            return next((one.pid for one in self._raylets() if role == RAYLET), self.process.pid)
         if role == DRIVER:
             return next(row["pid"] for row in reversed(self.events) if row["event"] == "session")
         return next(r["pid"] for r in reversed(self.events) if r["event"] == "start" and r["role"] == role)
+
+    def _raylets(self) -> list[psutil.Process]:
+        assert self.process is not None
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        return sorted((one for one in tree if one.name() == RAYLET), key=psutil.Process.create_time)
+
+    def _lives(self, role: str) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid(role)).status() != psutil.STATUS_ZOMBIE
+        return False
 
     def cpu(self, role: str) -> float:
         """Return the CPU seconds that the newest process of a role has used so far."""
@@ -141,8 +150,11 @@ class WatchedRun:
             RunFailed: a target had ended by itself, or was not back in time.
         """
         self.look()
-        whole = {DRIVER, *_WHOLE} & {*targets}
-        waits = [(t, self.count("start", t)) for t in targets if t not in whole]
+        beside = RAYLET in targets and len(self._raylets()) > 1  # another raylet lives on, with its roles
+        whole = ({DRIVER, *_WHOLE} & {*targets}) - ({RAYLET} if beside else set())
+        waits = [(t, self.count("start", t)) for t in targets if t not in whole and t != RAYLET]
+        replaced = lambda: sum(self.count("start", f"{RAYLET}-{n}") for n in range(2))  # noqa: E731
+        raylets = replaced() + beside
         sessions = self.count("session") + len(whole)
         if {*_WHOLE} & whole:  # every role starts again
             waits += [(role, self.count("start", role)) for role in self.roles() if role not in targets]
@@ -155,6 +167,8 @@ class WatchedRun:
             self.start()
         if whole:
             self.wait_for("the next session", lambda: self.count("session") >= sessions, PATIENCE_S)
+        self.wait_for("the next raylet", lambda: replaced() >= raylets, PATIENCE_S)
+        self.wait_for("all roles live", lambda: not beside or all(map(self._lives, self.roles())), PATIENCE_S)
         for role, before in waits:
             self.wait_for(f"{role} is back", lambda r=role, n=before: self.count("start", r) > n, PATIENCE_S)
         back = [role for role, _ in waits] + [DRIVER] * bool(whole)

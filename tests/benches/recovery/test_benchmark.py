@@ -79,7 +79,7 @@ def test_a_killed_command_is_back_with_its_next_session() -> None:
     assert (recovery.back_s, recovery.update_s, recovery.gap_s, recovery.redone) == (3.0, 9.0, 10.0, 1)
 
 
-def test_a_killed_driver_takes_no_role_with_it_and_a_killed_raylet_all() -> None:
+def test_a_killed_driver_takes_no_role_with_it_and_a_killed_raylet_those_that_it_started() -> None:
     events = [
         update(1, 0),
         kill(2, "driver"),
@@ -89,11 +89,17 @@ def test_a_killed_driver_takes_no_role_with_it_and_a_killed_raylet_all() -> None
         kill(4, "raylet"),
         row(4.2, "driver", "session", pid=3),
         row(9, "trainer", "start", pid=4),
+        row(9.5, "chaos", "back", target="raylet", cpu=1.0),
         update(11, 2),
+        kill(12, "raylet"),
+        update(12.1, 3),
+        row(14, "chaos", "back", target="raylet", cpu=1.0),
+        update(15, 4),
     ]
-    driver, raylet = recoveries(events)
+    driver, raylet, other = recoveries(events)
     assert (driver.back_s, driver.update_s, driver.redone) == (0.4, 0.3, 0)
-    assert (raylet.back_s, raylet.update_s, raylet.redone) == (5.0, 7.0, 1)
+    assert (raylet.back_s, raylet.update_s, raylet.redone) == (5.5, 7.0, 1)
+    assert (other.back_s, other.update_s, other.gap_s, other.redone) == (2.0, 0.1, 2.9, 0), "with the services alone"
 
 
 def test_a_step_updated_twice_by_one_incarnation_is_double_and_by_the_next_is_not() -> None:

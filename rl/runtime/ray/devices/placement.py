@@ -14,6 +14,7 @@ from axlearn_like.config.trusted_code import VARIABLE as CODE_VARIABLE
 from axlearn_like.run.directory import RunDirectory
 from rl.experiment import RLExperiment
 from rl.fleet.requests import MEMORY_FRACTION, OLD_MEMORY_FRACTION
+from rl.runtime.node.local_ray import side
 from rl.runtime.ray.actors import RoleActor
 from rl.runtime.ray.devices.capacity import role_selector
 from rl.runtime.ray.devices.reservation import Slot
@@ -40,7 +41,7 @@ def start_actor(
     *,
     token: str,
     namespace: str,
-    lasting: bool,
+    raylets: int,
 ) -> Any:
     """Start the actor of a role; Ray restarts it whenever its process ends.
 
@@ -48,9 +49,9 @@ def start_actor(
         kind: "trainer", "worker", "reference", or one of `SERVICES`.
         slot: where it starts, with devices of its own; None: it is assigned to a node, and uses what that shows.
         namespace: under which the actor is found by its name.
-        lasting: it outlives the driver.
+        raylets: raylets that the command keeps for its drivers, which the actor outlives; 0: it ends with this one.
     """
-    place = {"scheduling_strategy": _node(cfg, kind, name), **({} if slot is None else slot.options())}
+    place = (_side if raylets > 1 else _node)(cfg, kind, name) | ({} if slot is None else slot.options())
     if kind in SERVICES and (own := role_selector("head")):
         place["label_selector"] = own  # keeps services off machines that may be taken away
     callers = {**dict.fromkeys(SERVICES, cfg.workers), REFERENCE: cfg.trainer.processes}.get(kind)
@@ -59,7 +60,7 @@ def start_actor(
     actor = remote(concurrency_groups={"health": 1}, max_concurrency=concurrency)(RoleActor).options(
         name=name,
         namespace=namespace,
-        lifetime="detached" if lasting else None,
+        lifetime="detached" if raylets else None,
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,
@@ -72,18 +73,33 @@ def start_actor(
     return actor.remote(variables, pickle.dumps(arguments))
 
 
-def _node(cfg: RLExperiment.Config, kind: str, name: str) -> Any:
+def _side(cfg: RLExperiment.Config, kind: str, name: str) -> dict[str, Any]:
+    """Assign processes to two raylets of this machine: a spare has another one than the process that it replaces.
+
+    A service starts again beside the other raylet, at once; the others wait for their own, which is back soon.
+    """
+    spare = name in sum(spare_names(cfg).values(), [])
+    number = int(name.rpartition("-")[2]) if kind == "worker" else 0
+    own = (number + (spare or kind in SERVICES)) % 2
+    place: dict[str, Any] = {"label_selector": side(own)}
+    return place | ({"fallback_strategy": [{"label_selector": side(1 - own)}]} if kind in SERVICES else {})
+
+
+def _node(cfg: RLExperiment.Config, kind: str, name: str) -> dict[str, Any]:
     """Assign processes without devices of their own to the nodes in turn, or to another when lost.
 
     Ray's own SPREAD strategy is random.
     """
     names = [name for group in process_groups(cfg).get(kind, []) for name in group]
     if name in sum(spare_names(cfg).values(), []):
-        return "SPREAD"  # another node than that of the process which it replaces, if there is one
+        return {
+            "scheduling_strategy": "SPREAD"
+        }  # another node than that of the process which it replaces, if there is one
     if not names or (kind != "worker" and len(names) == 1):
-        return "DEFAULT"
+        return {"scheduling_strategy": "DEFAULT"}
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    return NodeAffinitySchedulingStrategy(nodes[names.index(name) % len(nodes)], soft=True)
+    own = nodes[names.index(name) % len(nodes)]
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=True)}
 
 
 def _environment(kind: str, slot: Slot | None) -> dict[str, str]:

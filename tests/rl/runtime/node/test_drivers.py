@@ -14,7 +14,7 @@ import pytest
 
 COMMAND = """
 import os, signal, sys, time
-from rl.runtime.node.drivers import kept_ray, run_drivers
+from rl.runtime.node.drivers import AGAIN, kept_ray, run_drivers
 
 def say(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
@@ -34,6 +34,8 @@ assert run_drivers(keep, Observer())
 kept = kept_ray()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 found = kept.wait()
+if "AGAIN" in os.environ and kept.number == 1:
+    os._exit(AGAIN)
 say("driver", os.getpid(), kept.number, found["raylet"], kept.token)
 again = kept.wait()
 say("again", again["keeper"])
@@ -45,16 +47,16 @@ class Lines:
     """Lines of a command, by their first words."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", path: Path):
-        self.process, self._path = process, path
+        self.process, self.path = process, path
 
     def wait(self, word: str, count: int = 1) -> list[str]:
         """Wait for so many lines that begin with a word, and return the last one's other words."""
         give_up = time.monotonic() + 60
         while True:
-            found = [line.split()[1:] for line in self._path.read_text().splitlines() if line.split()[0] == word]
+            found = [line.split()[1:] for line in self.path.read_text().splitlines() if line.split()[0] == word]
             if len(found) >= count:
                 return found[count - 1]
-            assert time.monotonic() < give_up and self.process.poll() is None, self._path.read_text()
+            assert time.monotonic() < give_up and self.process.poll() is None, self.path.read_text()
             time.sleep(0.01)
 
 
@@ -93,6 +95,15 @@ def test_a_killed_driver_is_forked_again_and_finds_the_same_ray(command: Callabl
     with gone(said.process):
         said.process.terminate()  # is passed on
     assert said.process.returncode == 5, "it ends as its driver does"
+
+
+def test_a_driver_that_has_lost_its_raylet_is_followed_by_another(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGAIN", "1")
+    said = command()
+    assert said.wait("driver")[1] == "2"
+    with gone(said.process):
+        said.process.terminate()
+    assert said.process.returncode == 5 and "died" not in said.path.read_text()
 
 
 def test_a_killed_keeper_is_followed_by_another_for_the_same_driver(command: Callable[[], Lines]) -> None:
