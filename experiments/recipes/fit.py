@@ -190,7 +190,7 @@ class _Search:
             if left:
                 devices = machine.text if each else machine.part(count)
             if mesh is None or devices is None or (not left and count < machine.count and machine.platform != "cpu"):
-                continue  # on the trainer's devices there is one engine, of all of them
+                continue  # one engine has all of the trainer's devices
             workers = left // count if left else 1
             most = 1 << min(_SEQUENCES, max(1, self.rows // workers)).bit_length() - 1
             holds: Bytes = {}
