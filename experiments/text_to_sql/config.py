@@ -88,7 +88,7 @@ def text_to_sql_sft(*, seed: int = 0, steps: int = 500, form: Form = Form()) -> 
 
 
 @experiment
-def text_to_sql(*, seed: int = 0, steps: int = 150, form: Form = Form()) -> RLExperiment.Config:
+def text_to_sql(*, seed: int = 0, steps: int = 140, form: Form = Form()) -> RLExperiment.Config:
     """A 0.4 M-parameter decoder learns by execution to answer questions in SQL, and to abstain where it would err."""
     tasks, tokenizer = questions(seed, form), PhraseTokenizer.Config(phrases=PHRASES, vocab_size=384)
     scorer = SqlVerifier.Config(mixture=tasks, penalty=1.0, field="query")
@@ -98,7 +98,7 @@ def text_to_sql(*, seed: int = 0, steps: int = 150, form: Form = Form()) -> RLEx
         max_new_tokens=208 if form.steps else 112,
         num_steps=steps,
         samples_per_prompt=8,
-        learner=small_learner(1.2e-4, 4e-5, warmup=15, steps=steps),
+        learner=small_learner(2.3e-4, 5e-5, warmup=60, steps=steps),
         engine=RolloutEngine.Config(max_num_seqs=128, keep_completions=False, steps_per_dispatch=12),
         evaluation=Evaluation.Config(problems_per_family=576),
     )
@@ -109,16 +109,16 @@ def text_to_sql(*, seed: int = 0, steps: int = 150, form: Form = Form()) -> RLEx
     return cfg.set(prompts_per_step=32)
 
 
-def once(*, seed: int = 0, steps: int = 240) -> RLExperiment.Config:
+def once(*, seed: int = 0, steps: int = 140) -> RLExperiment.Config:
     """Return the experiment with one try, and so without feedback."""
     return text_to_sql(seed=seed, steps=steps, form=Form(tries=1))
 
 
-def with_examples(*, seed: int = 0, steps: int = 240) -> RLExperiment.Config:
+def with_examples(*, seed: int = 0, steps: int = 140) -> RLExperiment.Config:
     """Return the experiment with two examples before each question."""
     return text_to_sql(seed=seed, steps=steps, form=Form(shots=2))
 
 
-def with_steps(*, seed: int = 0, steps: int = 240) -> RLExperiment.Config:
+def with_steps(*, seed: int = 0, steps: int = 140) -> RLExperiment.Config:
     """Return the experiment with a line before each query that says what is what in the schema."""
     return text_to_sql(seed=seed, steps=steps, form=Form(steps=True))
