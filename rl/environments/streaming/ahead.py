@@ -4,9 +4,11 @@ A result is used only if the finished action has the very call that was run; els
 ever. So observations and rewards are those of tools that wait for the action.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import inspect
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -60,9 +62,12 @@ class Ahead:
         self._spent, self._used = dict[str, float](), dict[str, float]()  # seconds by tool, of this turn
         self._saved_seconds = 0.0
         self._counts = Counter[str]()
+        self._checks: list[threading.Thread] = []  # calls of shared tools that are made again
 
     def figures(self) -> dict[str, float]:
-        """Return counts and seconds of the episode."""
+        """Return counts and seconds of the episode, once the calls that are made again have ended."""
+        for check in self._checks:
+            check.join()
         counts = {f"partial_{name}": self._counts[name] for name in ("calls", "discarded", "impure")}
         off = {f"partial_off_{tool}": 1.0 for tool in self._gains.off}
         return {**counts, "partial_saved_seconds": self._saved_seconds, **off}
@@ -116,21 +121,28 @@ class Ahead:
                 if other.tool == tool and other.partial is not None:
                     self._discard(other)
             return None
-        outcome, again = call.outcome, None
-        recheck = self._gains.to_recheck(tool)
-        if call.partial is not None and recheck:
-            call.partial.discard()
-        elif call.partial is not None:
-            call.partial.commit()
-        if recheck:
-            opened, _ = self._open(tool)
-            again = await outcome_of(lambda: opened.call(**arguments))
-            if not outcome.same(again):
-                self._counts["impure"] += 1
-                self._gains.found_impure(tool)
+        outcome, recheck = call.outcome, self._gains.to_recheck(tool)
         self._counts["calls"] += 1
         self._used[tool] = self._used.get(tool, 0.0) + outcome.seconds
-        return outcome if again is None or call.partial is None else again
+        if call.partial is not None and not recheck:
+            call.partial.commit()
+        elif call.partial is not None:
+            call.partial.discard()
+            return await self._again(tool, arguments, outcome)
+        elif recheck:  # nobody waits for it
+            check = threading.Thread(target=lambda: asyncio.run(self._again(tool, arguments, outcome)), daemon=True)
+            check.start()
+            self._checks.append(check)
+        return outcome
+
+    async def _again(self, tool: str, arguments: Mapping[str, Any], outcome: CallOutcome) -> CallOutcome:
+        """Make a call again, and compare."""
+        opened, _ = self._open(tool)
+        again = await outcome_of(lambda: opened.call(**arguments))
+        if not outcome.same(again):
+            self._counts["impure"] += 1
+            self._gains.found_impure(tool)
+        return again
 
     def drop(self) -> None:
         """Drop the calls that the finished action does not have, before it is carried out."""

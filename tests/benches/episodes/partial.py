@@ -87,13 +87,14 @@ def partial_execution(quick: bool) -> dict[str, Any]:
     bench = _Bench(job, JsonCalls.Config(), (*_WORDS, *_CALLS))
     drawing = bench.calibrate()
     found: dict[str, Any] = {"draw_seconds_of_turn": drawing}
-    latencies, speeds, same = [], [], True
+    latencies, speeds, bounds, same = [], [], [], True
     for ratio in RATIOS:
         _Search.seconds = ratio * drawing / bench.calls
         pairs = [bench.pair() for _ in range(job.rounds)]
         same = same and all(lazy.rollouts == eager.rollouts for lazy, eager in pairs)
         latencies.append(statistics.median(eager.latency / lazy.latency for lazy, eager in pairs))
         speeds.append(statistics.median(lazy.seconds / eager.seconds for lazy, eager in pairs))
+        bounds.append(bench.bound(pairs[0][0], ratio))
     _Search.seconds = 0.05 * drawing / bench.calls
     small = [lazy.seconds / eager.seconds for lazy, eager in (bench.pair() for _ in range(job.rounds))]
     code = _Bench(job, FencedCalls.Config(), _CODE)
@@ -101,6 +102,8 @@ def partial_execution(quick: bool) -> dict[str, Any]:
     return {
         "latency_ratio": statistics.mean(latencies),
         "latency_ratios": dict(zip(map(str, RATIOS), latencies, strict=True)),
+        "latency_bound": statistics.mean(bounds),
+        "latency_bounds": dict(zip(map(str, RATIOS), bounds, strict=True)),
         "speed_ratios": dict(zip(map(str, RATIOS), speeds, strict=True)),
         "small_tools_speed_ratio": statistics.median(small),
         "identical": same and lazy.rollouts == eager.rollouts,
@@ -163,6 +166,7 @@ class _Bench:
         self.engine = cfg.build(decode=partial(completion_text, self._tokenizer))
         self.engine.set_weights(jax.jit(lambda: split(policy.build(rngs=nnx.Rngs(0)))[1])(), 0)
         self.calls, self._cpu_seconds = 1.0, 0.0
+        self._call_ids = [ids[phrase] for phrase in drawn if phrase in rare]
 
     def calibrate(self) -> float:
         """Return the seconds in which a turn is drawn, and count its calls; compiles before."""
@@ -179,6 +183,25 @@ class _Bench:
             if self.engine.stats()["compilations"] == compiled:
                 return found
         raise UserError("a program was compiled in every round; expected that all were known by then")
+
+    def bound(self, played: _Played, ratio: float) -> float:
+        """Return the least ratio of latencies with these texts: tools start at the end of the dispatch of their call.
+
+        Nothing but drawing and tools takes time, and a dispatch as long as any other. Calls of an episode are made one
+        after the other.
+        """
+        step, seconds = self.engine.cfg.steps_per_dispatch, ratio * self._job.action / self.calls
+        lazy = eager = 0.0
+        for rollout, episode in zip(played.rollouts, played.episodes, strict=True):
+            tokens, mask, first = np.frombuffer(rollout[1], np.int32), np.frombuffer(rollout[4], bool), 0
+            for turn in episode.turns:
+                drawn = tokens[first : turn.end][mask[first : turn.end]]
+                first, free = turn.end, 0.0
+                for place in np.flatnonzero(np.isin(drawn, self._call_ids)):
+                    free = max(free, min(len(drawn), (place // step + 1) * step)) + seconds
+                    lazy += seconds
+                lazy, eager = lazy + len(drawn), eager + max(free, len(drawn))
+        return eager / lazy
 
     def play(self, rules: PartialExecution.Config | None) -> _Played:
         """Play an episode in every row, with tools that wait (None) or run ahead."""
