@@ -143,7 +143,7 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
     temporary = (_BLOCK * _block(sizes, way.tokens) + _logits(sizes, way.job, way.tokens)) / way.sharing
     temporary += (sizes.unit - 1) * _block(sizes, way.tokens) / way.sharing
     if way.shards > 1:
-        temporary += (_LAYER + (_UNIT_OF_LORA if lora else _UNIT) * (sizes.unit - 1)) * layer / way.tensor
+        temporary += _LAYER * layer / way.tensor + _others_of_unit(sizes, way)
     if lora and sizes.experts:
         temporary += _EXPERTS_OF_LORA * layer / way.tensor
     if way.method == "int8 lora":
@@ -161,7 +161,14 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
 def scoring_bytes(sizes: ModelSizes, way: TrainingWay, tokens: int) -> Bytes:
     """Return what a device holds while rollouts are scored; `tokens`: of those of devices that share rows."""
     arrays = _SCORING * (_block(sizes, tokens) + _logits(sizes, way.job, tokens)) / way.sharing
+    arrays += _others_of_unit(sizes, way) if way.shards > 1 else 0
     return {**_state(sizes, way), "scoring": round(arrays)}
+
+
+def _others_of_unit(sizes: ModelSizes, way: TrainingWay) -> float:
+    """Return the bytes of the gathered layers of a pattern beside one of them."""
+    layer = (sizes.parameters - sizes.vocabulary) / sizes.layers
+    return (_UNIT_OF_LORA if way.method in ADAPTED else _UNIT) * (sizes.unit - 1) * layer / way.tensor
 
 
 def engine_bytes(sizes: ModelSizes, devices: int, *, int8: bool, tokens: int) -> Bytes:
