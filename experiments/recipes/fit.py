@@ -164,7 +164,7 @@ class _Search:
                 mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"fsdp": 1}
                 of_rows = at_once * length, at_once * attended, keeps, each > at_once, self.copies
                 yield (
-                    TrainingWay(self.job, method, fsdp * tensor, tensor, sequence, *of_rows),
+                    TrainingWay(self.job, method, fsdp * tensor, tensor, sequence, *of_rows, copied=fsdp < groups),
                     mesh,
                     at_once,
                     each // at_once,

@@ -122,6 +122,7 @@ class TrainingWay:
     accumulated: bool  # gradients of several microbatches are summed
     copies: int = 0  # policies held beside the trained one, such as a reference
     others: int = 0  # numbers of a token and layer that are kept besides
+    copied: bool = False  # several groups of devices have all parameters, so that gradients are summed over them
 
     @property
     def sharing(self) -> int:
@@ -152,7 +153,7 @@ def training_bytes(sizes: ModelSizes, way: TrainingWay) -> Bytes:
         temporary += (_VOCABULARY * sizes.vocabulary + _EXPERTS * trained * bool(sizes.experts)) / way.shards
     return {
         **_state(sizes, way),
-        "gradients": round(4 * trained / way.shards * (2 if way.accumulated or way.job == "rl" else 1)),
+        "gradients": round(4 * trained / way.shards * (1 + (way.accumulated or way.job == "rl") + way.copied)),
         "kept for the backward pass": round(2 * sizes.layers * kept / way.sharing),
         "temporary": round(temporary),
     }

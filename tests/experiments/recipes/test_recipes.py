@@ -35,7 +35,7 @@ def test_what_was_compiled_is_what_is_proposed_and_fits(name: str):
     assert {field: getattr(found, field) for field in WAY} == {field: row[field] for field in WAY}, again
     assert all(one["fits"] for one in row["compiled"].values())
     little = 0.03 * found.machine.memory / sum(found.holds.values())  # what a small share of the memory may be off by
-    assert 0.6 < peak_share(row) < 1 + max(0.08, little)
+    assert 0.55 < peak_share(row) < 1 + max(0.08, little)
 
 
 @pytest.mark.parametrize("name", recipes())
