@@ -136,7 +136,7 @@ class LoRA(Wrapper):
                 parameter(factors, names.b),
                 out_sharding=None if jax.sharding.get_abstract_mesh().empty else jax.typeof(weight).sharding.spec,
             )
-            if axes_of_matrix(name, weight.ndim).stack:
+            if axes_of_matrix(name, weight.ndim).stack and isinstance(weight, jax.core.Tracer):
                 # Keep experts in the layout of storage: else XLA transposes all layers' at once, which is a copy.
                 weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
             new[name] = weight + (self.scale * update).astype(weight.dtype)
