@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, override
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
@@ -136,7 +137,7 @@ class LoRA(Wrapper):
                 parameter(factors, names.b),
                 out_sharding=None if jax.sharding.get_abstract_mesh().empty else jax.typeof(weight).sharding.spec,
             )
-            if axes_of_matrix(name, weight.ndim).stack and isinstance(weight, jax.core.Tracer):
+            if axes_of_matrix(name, weight.ndim).stack and isinstance(weight, Tracer):
                 # Keep experts in the layout of storage: else XLA transposes all layers' at once, which is a copy.
                 weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
             new[name] = weight + (self.scale * update).astype(weight.dtype)
