@@ -34,9 +34,7 @@ class StartOptions:
     save_experiment: str | None = _option(str, "With --model: write the experiment as a function to this FILE.py.")
     export: str | None = _option(str, "At the end, export the model to this directory, in Hugging Face's form.")
     reward: str | None = None  # place FILE.py:FUNCTION; None: the answer is compared with the row's. RL only
-    fleet: str | None = (
-        None  # devices of the roles, as `axl rl --fleet` takes them; None: those of this machine. RL only
-    )
+    fleet: str | None = None  # devices of the roles, as `axl rl --fleet` takes them; None: this machine's. RL only
     seed: int = 0
 
     def __post_init__(self) -> None:
