@@ -118,8 +118,9 @@ class _Search:
             found = self._training(machine, trainer, share, method)
             if isinstance(found, Fit) and self.job == "rl":
                 number, there = workers or (machine.count - share, machine)
-                left = number * there.count if workers else number
-                engines = self._engines(there, found, left, there.count if workers and number else None)
+                each = 1 if there.platform == "cpu" else there.count  # engines on CPUs have one device
+                left = number * each if workers else number
+                engines = self._engines(there, found, left, each if workers and number else None)
                 found = engines if isinstance(engines, _Short) else dataclasses.replace(found, engines=engines)
             if isinstance(found, Fit):
                 return found

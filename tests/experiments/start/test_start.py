@@ -165,6 +165,13 @@ def test_a_fleet_of_the_command_line_is_what_the_model_is_fitted_to(fleet: str) 
         plan_start("rl", StartOptions(model="small", data="rows.jsonl", fleet="trainer=h1000:8"))
 
 
+@pytest.mark.usefixtures("model")
+def test_workers_on_cpus_have_one_device_whatever_the_heads() -> None:
+    found = plan_start("rl", StartOptions(model="small", data="rows.jsonl", fleet="trainer=cpu:2,workers=2xcpu:2"))
+    cfg: Any = found.config
+    assert cfg.engine.mesh == {} and cfg.workers == 2
+
+
 def test_a_start_from_a_bucket_has_the_same_config_on_every_machine(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
