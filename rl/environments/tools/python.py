@@ -2,8 +2,9 @@
 
 Each episode has a box of its own, from its first call to its end. A call that is killed at its deadline, or ends its
 own process, leaves the names as they were before it; files in the working folder stay. If a process dies, the calls so
-far are made again in a new box, and then the call: a death from outside (memory, kill -9) is not seen. If it dies each
-time, that is said to the policy; if its box was lost, the next call begins with no names.
+far are made again in a new box, and then the call: a death from outside (memory, kill -9) is not seen, not even one of
+the whole sandbox again and again. If it dies each time, that is said to the policy; if its box was lost, the next call
+begins with no names.
 """
 
 import codeop
@@ -13,7 +14,7 @@ from typing import Any, override
 from rl.environments.tools.tool import ArgumentChecker, Diverged, PartialCall, Tool
 from rl.verification.sandbox.sandbox import InterpreterSession, Sandbox
 from rl.verification.sandbox.session import Discarded, PartialInput
-from rl.verification.sandbox.warm_process import Outcome, SandboxError
+from rl.verification.sandbox.warm_process import Outcome
 
 
 class PythonTool(Tool):
@@ -51,8 +52,9 @@ class PythonTool(Tool):
         self._sandbox.close()
 
 
-_DEAD = ("crash", "lost")
-_AGAIN = 2  # a box may die, and then the process that the next one is in
+_LOST = ("lost", "killed")
+# How often a call is made again, by how its process has died: by itself, perhaps, or with the whole sandbox
+_AGAIN = {"crash": 2, "lost": 2, "killed": 16}
 
 
 class _Interpreter(Tool):
@@ -62,44 +64,38 @@ class _Interpreter(Tool):
 
     @override
     def begin(self) -> "_Ahead":
-        if self._made and not self._session.alive and self._run("").ended in _DEAD:
+        if self._made and not self._session.alive and self._run("").ended in _AGAIN:
             self._session.close()
             raise Discarded("the calls so far could not be made again")
         return _Ahead(self._session.begin(), self._made)
 
     @override
     def call(self, code: str) -> str:
-        outcome = self._tried(code, _AGAIN if self._pure else 0)
+        outcome = self._tried(code)
         if outcome.ended == "done":
             self._made.append(code)
             return outcome.output.rstrip("\n")
-        if outcome.ended == "lost":
+        if outcome.ended in _LOST:
             self._made.clear()
-        more = "; it begins again" if outcome.ended == "lost" else ""
+        more = "; it begins again" if outcome.ended in _LOST else ""
         raise RuntimeError(outcome.error + more)
 
     @override
     def close(self) -> None:
         self._session.close()
 
-    def _tried(self, code: str, again: int) -> Outcome:
+    def _tried(self, code: str) -> Outcome:
         """Run a call, and so often again while its process dies, or the sandbox as it starts."""
-        try:
-            outcome = self._run(code)
-        except SandboxError:
-            if not again:
-                raise
-        else:
-            if not again or outcome.ended not in _DEAD:
-                return outcome
-        self._session.close()
-        return self._tried(code, again - 1)
+        left = dict(_AGAIN) if self._pure else {}
+        while left.get((outcome := self._run(code)).ended, 0) > 0:
+            left[outcome.ended if self._session.drop() else "killed"] -= 1
+        return outcome
 
     def _run(self, code: str) -> Outcome:
         """Run a call on the names of those so far, which are made again if they are lost."""
         if self._pure and not self._session.alive:
             for one in self._made:
-                if (outcome := self._session.run(one)).ended in _DEAD:
+                if (outcome := self._session.run(one)).ended in _AGAIN:
                     return outcome
         return self._session.run(code)
 

@@ -11,7 +11,7 @@ from typing import Any, override
 
 from axlearn_like.run.closing import Closing
 from rl.verification.sandbox.values import receive, send
-from rl.verification.sandbox.warm_process import REAP_S, Box, Limits, Outcome, SandboxError, WarmProcess
+from rl.verification.sandbox.warm_process import REAP_S, Box, Limits, Outcome, SandboxError, SandboxKilled, WarmProcess
 
 
 class SessionHost:
@@ -37,19 +37,23 @@ class SessionHost:
                     return process, process.start("session", [])
                 except SandboxError:  # process has died
                     process.end()
-            raise SandboxError("the process that holds the boxes of sessions ends as soon as it has started")
+            raise SandboxKilled("the process that holds the boxes of sessions ends as soon as it has started")
 
-    def kill(self, process: WarmProcess, box: Box) -> None:
-        """Kill a box, if its process is alive."""
+    def kill(self, process: WarmProcess, box: Box, *, wait: bool = False) -> bool:
+        """Kill a box; returns False if its process has died, which may show only with `wait`: until the box is gone."""
         with self._lock:
-            if process is self._process and not self._closed:
+            alive = process is self._process or self._closed
+            if alive and not self._closed:
                 try:
                     process.kill(box)
-                    process.drain()
+                    alive = process.drain(box if wait else None) or not wait
                 except SandboxError:  # box is gone, too
+                    alive = False
+                if not alive:
                     process.end()
                     self._process = None
             box.channel.close()
+            return alive
 
     def close(self) -> None:
         """End the process and with it all sessions."""
@@ -75,16 +79,19 @@ class InterpreterSession(Closing):
         """Run an input; `output` is what it prints, the value of a last expression, or the error that it raises.
 
         "timeout" and "crash" say that it was killed or has died; "lost" that the interpreter is gone, with all names,
-        and the next input begins with none.
+        and the next input begins with none; "killed" that all of the sandbox's are, which no input can cause.
 
         Raises:
             SandboxError: there is no sandbox.
         """
         seconds = deadline_s or self._host.limits.deadline_s
-        reply, late, passed = self.ask({"code": code}, seconds)
+        try:
+            reply, late, passed = self.ask({"code": code}, seconds)
+        except SandboxKilled as error:
+            return Outcome("killed", error=str(error))
         if not isinstance(reply, dict) or not reply:
-            self.close()
-            return Outcome("lost", error="the interpreter was lost, and all names with it", seconds=passed)
+            ended = "lost" if self.drop() else "killed"
+            return Outcome(ended, error="the interpreter was lost, and all names with it", seconds=passed)
         if "output" in reply:
             output = str(reply["output"])[: self._host.limits.output_kb << 10]
             return Outcome("done", passed=True, output=output, seconds=passed)
@@ -117,9 +124,12 @@ class InterpreterSession(Closing):
     @override
     def close(self) -> None:
         """Kill the interpreter and all that it has started."""
-        if self._held is not None:
-            self._host.kill(*self._held)
-            self._held = None
+        self.drop(wait=False)
+
+    def drop(self, *, wait: bool = True) -> bool:
+        """Close it; returns False if all interpreters of the sandbox are found dead, without `wait` perhaps True."""
+        held, self._held = self._held, None
+        return held is None or self._host.kill(*held, wait=wait)
 
 
 class Discarded(Exception):

@@ -22,7 +22,7 @@ from mesh.errors import UserError
 from rl.verification.sandbox.values import receive, send
 
 _BACKENDS = ("auto", "namespaces", "landlock")
-Ended = Literal["done", "timeout", "crash", "output", "lost"]
+Ended = Literal["done", "timeout", "crash", "output", "lost", "killed"]
 
 _BEFORE = ""  # run early by a warm process; tests make the machine refuse by it
 _PROJECT = str(Path(__file__).resolve().parents[3])
@@ -31,12 +31,17 @@ _PRELOAD = (
     *("math", "operator", "random", "re", "statistics", "string", "typing"),
 )
 _START_S = 60.0  # limit until a process is warm
+_REPLY_S = 5.0  # limit until a process says that a box has ended, which it has killed
 REAP_S = 0.4  # seconds after a kill; then the whole warm process goes
 _FIRST_USER = 1_879_048_192  # first user id of root's boxes; none has a name
 
 
 class SandboxError(UserError):
     """Failure of the sandbox itself: the machine offers no isolation, or the process that holds the boxes has died."""
+
+
+class SandboxKilled(SandboxError):
+    """Death of the process that holds the boxes: nothing that is isolated in one can cause it."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,10 +121,11 @@ class WarmProcess:
                 start_new_session=True,
             )
         try:
-            hello = self._hear(time.monotonic() + _START_S)
+            hello = self._hear(deadline := time.monotonic() + _START_S)
             if hello is None or "ready" not in hello:
                 why = "the process has ended" if hello is None else hello.get("refused", "it does not answer")
-                raise SandboxError(
+                ended = hello is None and time.monotonic() < deadline
+                raise (SandboxKilled if ended else SandboxError)(
                     f"code cannot be isolated on this machine: {why}; expected Linux with user namespaces, or root, or "
                     f"Linux 6.12 with Landlock (Sandbox.Config.backend={limits.backend!r}). "
                     "Sandbox.Config.allow_unisolated=True runs it all the same; it may read and change your files"
@@ -173,10 +179,18 @@ class WarmProcess:
         box.channel.close()
         self._send(json.dumps({"kill": box.number}).encode())
 
-    def drain(self) -> None:
-        """Take note of boxes that have ended, if any have, and forget them."""
-        while (message := self._hear(time.monotonic())) is not None:
+    def drain(self, awaited: Box | None = None) -> bool:
+        """Take note of boxes that have ended, and forget them; `awaited` is being killed, and its end is waited for.
+
+        Returns:
+            False if the process has died, and cannot say that `awaited` has ended.
+        """
+        deadline = time.monotonic() + (0.0 if awaited is None else _REPLY_S)
+        while awaited is None or awaited.number in self._boxes:
+            if (message := self._hear(deadline)) is None:
+                return time.monotonic() >= deadline
             self._boxes.pop(message.get("ended", 0), None)
+        return True
 
     def clear(self) -> None:
         """Kill what is left of a program, and wait until it is gone."""
@@ -222,7 +236,7 @@ class WarmProcess:
                 for key, _ in ready:
                     if key.fileobj is self._control:
                         if (message := self._hear(deadline)) is None:
-                            raise SandboxError("the process that holds the boxes has ended")
+                            raise SandboxKilled("the process that holds the boxes has ended")
                         self._note(message)
                     elif piece := os.read(key.fd, 1 << 16):
                         printed += piece
@@ -248,7 +262,7 @@ class WarmProcess:
         try:
             socket.send_fds(self._control, [message], descriptors)
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise SandboxError("the process that holds the boxes has ended") from error
+            raise SandboxKilled("the process that holds the boxes has ended") from error
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
         self._control.settimeout(max(0.001, deadline - time.monotonic()))

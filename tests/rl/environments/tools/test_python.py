@@ -2,12 +2,13 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
-from rl.environments.tools.python import PythonTool
+from rl.environments.tools.python import _AGAIN, PythonTool
 from rl.environments.tools.tool import Tool
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.sandbox.session import Discarded
@@ -81,6 +82,49 @@ def test_a_death_from_outside_is_not_seen(ahead: bool):
         with pytest.raises(Discarded):
             partial.feed("code", "x += 1\n")
     assert session.call("x += 1\nx, open('seen').read()") == "(3, '1')"
+    session.close()
+    tool.shutdown()
+
+
+@contextmanager
+def killed(times: int) -> Iterator[list[int]]:
+    """Kill the sandbox so many times: as it starts, then as an input runs, and so on. Yields the kills."""
+    over, kills = threading.Event(), list[int]()
+
+    def kill() -> None:
+        while len(kills) < times and not over.wait(0.01):
+            if len(below := descendants(os.getpid())) > 2 * (len(kills) % 2):
+                kills.append(len(below))
+                kill_all_below()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        yield kills
+    finally:
+        over.set()
+        killer.join()
+
+
+def test_a_sandbox_that_is_killed_again_and_again_is_started_as_often():
+    tool = PythonTool.Config(sandbox=Sandbox.Config(deadline_s=30.0)).build()
+    session = tool.open({})
+    assert session.call("x = 1") == ""
+    with killed(8) as kills:
+        assert session.call("import time\ntime.sleep(1)\nx += 1\nx") == "2"
+    assert len(kills) == 8
+    session.close()
+    tool.shutdown()
+
+
+def test_a_call_gives_up_at_a_bound_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(_AGAIN, "killed", 2)
+    tool = PythonTool.Config(sandbox=Sandbox.Config(deadline_s=30.0)).build()
+    session = tool.open({})
+    assert session.call("x = 1") == ""
+    with killed(1000), pytest.raises(RuntimeError, match="(ended|was lost).*; it begins again"):
+        session.call("import time\ntime.sleep(20)")
+    assert session.call("x") == "NameError: name 'x' is not defined"
     session.close()
     tool.shutdown()
 

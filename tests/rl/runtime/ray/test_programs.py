@@ -1,7 +1,7 @@
 """Workers, tools and verifiers that are killed in the middle of programs: the rollouts are the same to the bit.
 
 Four characters of an action are a call of Python in the sandbox, which a watch starts at the first of them. Each action
-is followed by what a child of the sample, drawn by the base, says of it.
+is followed by what a child of the sample, drawn by the base, says of it. Plans have nodes, which are trained on.
 """
 
 import os
@@ -22,15 +22,25 @@ from rl.environments.streaming.reader import PartialExecution
 from rl.environments.tool_environment import ToolEnvironment
 from rl.environments.tools.python import PythonTool
 from rl.experiment import RLExperiment
+from rl.objective import NodeAdvantage
 from rl.rollout.engine import RolloutEngine
 from rl.runtime.policies.runs import open_policy_runs
 from rl.runtime.ray.runtime import run_ray
 from rl.verification.sandbox.sandbox import Sandbox
 from rl.verification.scorers import FunctionScorer
 from rl.verification.service import Verifier
+from tests.rl.rollout.agent_loops.graph.test_training import plans
 from tests.rl.runtime.policies.role_games import duel
 from tests.rl.runtime.policies.test_roles import run as undisturbed
-from tests.rl.runtime.ray.experiments import checksums, events, metrics, parameters, slow_share
+from tests.rl.runtime.ray.experiments import (
+    assert_same_outcome,
+    checksums,
+    events,
+    metrics,
+    parameters,
+    run_here,
+    slow_share,
+)
 from tests.rl.runtime.ray.test_preemption import Scenario
 from tests.rl.verification.processes import descendants
 
@@ -153,3 +163,29 @@ def test_kill_9_of_workers_tools_and_verifiers_in_the_middle_of_programs(tmp_pat
     assert {"sample 0", "sample 0: tools", "child 1", f"child {TURNS}"} <= names
     assert sum(row["episode/partial_calls"] for row in metrics(found)) > 0
     assert all(row["episode/tool_errors"] == 0 for row in metrics(found))
+
+
+def planned() -> RLExperiment.Config:
+    verifier = Verifier.Config(scorer=FunctionScorer.Config(function=slow_share), processes=1)
+    cfg = plans(num_steps=STEPS, workers=1, verifier=verifier)
+    cfg.engine = RolloutEngine.Config(max_num_seqs=4, steps_per_dispatch=1)
+    cfg.graph.path_cost = 0.001
+    cfg.objective.advantage = NodeAdvantage.Config()
+    return cfg
+
+
+def test_kill_9_of_workers_and_verifiers_in_the_middle_of_plans(tmp_path: Path) -> None:
+    expected = run_here(tmp_path / "here", planned())
+    scenario, cfg = Scenario(tmp_path / "run"), planned()
+    scenario.when(lambda: scenario.step >= 1, lambda: scenario.send("worker-0", signal.SIGKILL))
+    back = lambda: scenario.starts("worker-0") == 2 and scenario.step >= 3  # noqa: E731
+    scenario.when(back, lambda: scenario.send("verifier", signal.SIGKILL))
+    late = lambda: scenario.starts("verifier") == 2 and scenario.step >= 5  # noqa: E731
+    scenario.when(late, lambda: scenario.send("worker-0", signal.SIGKILL))
+    with RunDirectory.open(scenario.path, to_text(cfg)) as opened:
+        assert run_ray(cfg.build(), opened, lambda: False, scenario, lambda line: None) == STEPS
+    assert scenario.acts == [] and scenario.starts("worker-0") == 3 and events(scenario.path, "lease_expired")
+    assert_same_outcome(scenario.path, expected)
+    found = metrics(scenario.path)
+    assert [row["nodes"] for row in found] == [4 * 4 * 2] * STEPS
+    assert all(row["episode/critical_path"] > 0 and row["episode/plan_errors"] == 0 for row in found)

@@ -114,9 +114,9 @@ def test_the_death_of_the_warm_process_is_a_loss_and_no_more():
         for pid in set(descendants(os.getpid())) - idle:
             with contextlib.suppress(ProcessLookupError):  # it went with another
                 os.kill(pid, signal.SIGKILL)
-        assert session.run("x").ended == "lost"
+        assert session.run("x").ended == "killed"
         after = session.run("x")
-        if after.ended == "lost":  # the next process had been made already, and was killed with the first
+        if after.ended == "killed":  # the next process had been made already, and was killed with the first
             after = session.run("x")
         assert after.output == "NameError: name 'x' is not defined\n"
 
