@@ -16,6 +16,7 @@ from mesh import UserError
 from mesh.distributed import is_loopback
 from rl.parameter_server.broadcast import BroadcastScheduler
 from rl.parameter_server.codecs import get_codec
+from rl.parameter_server.codecs.rows import RowCodec
 from rl.parameter_server.directory import Directory
 from rl.parameter_server.rpc import Handle, serve
 from rl.parameter_server.store.offload import OffloadStore
@@ -68,7 +69,7 @@ class ParameterServer(Configurable):
             same = numerics_of(experiment.policy) != "exact" or self.codec in ("raw", "delta")
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.require("codec", same, expected)
-            rounded = self.codec not in ("ecsq", "hevc") or experiment.objective.corrects
+            rounded = not isinstance(get_codec(self.codec), RowCodec) or experiment.objective.corrects
             expected = f"raw or delta; {self.codec} needs an objective with importance=TruncatedImportance.Config(...)"
             self.require("codec", rounded, expected)
 

@@ -29,8 +29,10 @@ class ConnectionFault:
 class Proxy:
     """A listener on loopback in front of a server on loopback; a context manager."""
 
-    def __init__(self, port: int, faults: Iterable[ConnectionFault] = ()):
+    def __init__(self, port: int, faults: Iterable[ConnectionFault] = (), rate: float | None = None):
+        """`rate`: bytes a second that all connections together bring from the server; None: no limit."""
         self._port, self._faults = port, iter(faults)
+        self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
         self.connections = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -67,7 +69,7 @@ class Proxy:
     def _pump(self, fault: ConnectionFault, direction: str, source: socket.socket, target: socket.socket) -> None:
         mine, passed = fault.direction == direction, 0
         with contextlib.suppress(OSError):
-            while data := source.recv(4096):
+            while data := source.recv(4096 if self._rate is None else 1 << 16):
                 if fault.kind == "silence" and direction == "down":
                     continue
                 if mine and fault.kind in ("reset", "cut") and passed + len(data) > fault.nbytes:
@@ -77,9 +79,17 @@ class Proxy:
                     return
                 if mine and fault.kind == "throttle":
                     time.sleep(0.005)
+                if self._rate is not None and direction == "down":
+                    time.sleep(self._wait(len(data) / self._rate))
                 target.sendall(data)
                 passed += len(data)
             target.shutdown(socket.SHUT_WR)
+
+    def _wait(self, seconds: float) -> float:
+        """Take so many seconds of the link, and return how long to wait until they are over."""
+        with self._lock:
+            self._free = max(self._free, time.monotonic()) + seconds
+            return max(0.0, self._free - time.monotonic())
 
 
 def _reset(one: socket.socket) -> None:

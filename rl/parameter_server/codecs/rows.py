@@ -53,7 +53,7 @@ class RowCodec(FloatCodec):
 
     @abc.abstractmethod
     def decode_rows(self, reader: BodyReader, rows: int, columns: int) -> np.ndarray:
-        """Return the values, float64 [rows, columns] (ValueError: they are those of another array)."""
+        """Return the values, float32 or float64 [rows, columns] (ValueError: they are those of another array)."""
 
     @override
     def encode_floats(self, array: np.ndarray) -> np.ndarray:
@@ -69,9 +69,12 @@ class RowCodec(FloatCodec):
         if entries != size:
             raise ValueError(f"{entries} entries, expected {size}")
         means = reader.take(np.float16, size // columns if has_means else 0)
-        values = self.decode_rows(reader, size // columns, columns) + _added(mean, means)
-        most = float(jnp.finfo(dtype).max)  # rounding to the dtype makes no entry infinite
-        return np.clip(values, -most, most).astype(np.float32).astype(dtype).reshape(shape)
+        most = min(float(jnp.finfo(dtype).max), float(np.finfo(np.float32).max))
+        with np.errstate(over="ignore"):
+            values = self.decode_rows(reader, size // columns, columns).astype(np.float32, copy=False)
+            values += np.asarray(_added(mean, means), np.float32)
+        np.clip(values, -most, most, out=values)  # rounding to the dtype makes no entry infinite
+        return values.astype(dtype, copy=False).reshape(shape)
 
 
 def _as_rows(codec: str, array: np.ndarray) -> np.ndarray:

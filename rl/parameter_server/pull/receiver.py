@@ -78,7 +78,7 @@ class Receiver:
                 whichever way the others came.
         """
         self.directory, self._servers = directory, list(servers)
-        self._codec = get_codec(codec)
+        self._codec, self._codec_text = get_codec(codec), codec
         self._host = host_identity() if shared_memory else None
         self._verify, self._peer = verify, peer
         self._threads = ThreadPoolExecutor(_STREAMS * max(1, len(self._servers)), "pull")
@@ -206,7 +206,7 @@ class Receiver:
     def _options(self, manifest: Manifest) -> ReadOptions:
         whole = self._codec.needs_base and self._held is None
         return ReadOptions(
-            codec="raw" if whole else self._codec.name,
+            codec="raw" if whole else self._codec_text,
             base=None if self._held is None else self._held[0],
             unrounded=() if self._codec.lossless else tuple(one.path for one in manifest.tensors if one.unrounded),
             host=self._host,

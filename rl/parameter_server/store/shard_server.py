@@ -30,7 +30,7 @@ type SharedShard = tuple[str, IndexRange, str, int]  # tensor, index range, dtyp
 class ReadOptions:
     """Options of a read."""
 
-    codec: str = "raw"  # a name of `rl.parameter_server.codecs`
+    codec: str = "raw"  # as `rl.parameter_server.codecs.get_codec` takes it
     # Key of the version that the reader holds, for delta codecs. A server without it sends raw shards.
     base: int | None = None
     unrounded: tuple[str, ...] = ()  # tensors that come raw instead of by an approximate codec
@@ -211,7 +211,7 @@ class LocalShardServer:
         base = options.base if codec.needs_base else None
         if base is not None:
             self._deltas.complete(base, tensor)
-        name = (key, tensor, index_range, codec.name, base)
+        name = (key, tensor, index_range, options.codec, base)
         # The trainer may have sent this encoding, or a reader may have asked for it, while the base was held.
         if codec.needs_base and base not in store.versions() and self._encoded.known(name) is None:
             codec = get_codec("raw")

@@ -42,7 +42,7 @@ def difference_bounds(dtype: str, codec: str, approximations: Sequence[str] = ()
     With `approximations`, which engines draw with and the trainer does not compute with, there is no bound: the
     difference is that of two policies. The same holds for codecs whose error is chosen.
     """
-    if approximations or codec in ("ecsq", "hevc"):
+    if approximations or codec.partition(":")[0] in ("ecsq", "hevc"):
         return {}
     exact = dtype == "float32" and platform() == "cpu"  # accelerators round the factors of float32 products
     kind = "int8" if codec == "int8" else "float32" if exact and codec != "bf16" else "bfloat16"

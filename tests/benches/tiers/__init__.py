@@ -1,1 +1,1 @@
-"""`axl bench tiers`: pages on the host against computing again, moved requests, and codecs of tensors."""
+"""`axl bench tiers`: pages on the host against computing again, moved requests, codecs of tensors, and slow links."""

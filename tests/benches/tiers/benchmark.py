@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 from mesh.programs.compilation import enable_compilation_cache
-from tests.benches.tiers import codecs, episodes, moves
+from tests.benches.tiers import codecs, episodes, link, moves
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.sections import run_sections
 
-SECTIONS = {"episodes": 120.0, "move": 60.0, "codecs": 120.0}
+SECTIONS = {"episodes": 120.0, "move": 60.0, "codecs": 600.0, "link": 120.0}
 
 
 def _episodes(quick: bool, say: Say) -> dict[str, Any]:
@@ -27,11 +27,16 @@ def _codecs(quick: bool, say: Say) -> dict[str, Any]:
     return codecs.measure(say, quick=quick)
 
 
+def _link(quick: bool, say: Say) -> dict[str, Any]:
+    return link.measure(say, quick=quick)
+
+
 # A section returns its figures; the first argument asks for tiny jobs, which show that all runs.
 _MEASURES: Mapping[str, Callable[[bool, Say], dict[str, Any]]] = {
     "episodes": _episodes,
     "move": _move,
     "codecs": _codecs,
+    "link": _link,
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.benches.tiers import episodes
+from tests.benches.tiers import episodes, plot
 from tools.commands.bench import command
 
 pytestmark = pytest.mark.full
@@ -39,13 +39,29 @@ def test_the_bench_of_moves_draws_the_same_tokens():
 def test_the_bench_of_codecs_compares_at_equal_error():
     pytest.importorskip("av")
     code, result = run("--sections", "codecs")
-    assert code == 0 and result["policy"] == "demo"
-    for rows in result["bits"].values():
-        bits = [row["ecsq"] for row in rows.values()]
+    assert code == 0 and {name.split(": ")[0] for name in result["bits"]} == {"demo", "larger"}
+    for name, rows in result["bits"].items():
+        assert rows["int8"]["int8"] > 8 and rows["bf16"]["error"] < 1e-4
+        asked = {error: row for error, row in rows.items() if "ecsq" in row}
+        bits = [row["ecsq"] for row in asked.values()]
         assert bits == sorted(bits)  # errors fall
-        for asked, row in rows.items():
-            assert 0 < row["error"] <= float(asked) * 1.01
-            assert row["ecsq"] > np.log2(1 / row["error"]) / 4 and row["rtn"] > 1
+        for error, row in asked.items():
+            assert row["error"] <= float(error) * 1.01 and row["rtn"] > 1
+            if name.endswith(("keys", "values", "weights")):
+                assert row["ecsq"] > np.log2(1 / row["error"]) / 4
     main = result["bits"]["keys"]["0.01"]
     assert result["hevc_to_ecsq_bits"] == pytest.approx(main["hevc"] / main["ecsq"], abs=2e-3)
-    assert result["same_tokens"]["raw"] == 1.0 and min(result["same_tokens"].values()) > 0.8
+    for rows in result["changes"].values():
+        by_codec = {f"{row['codec']} {row['of']}": row for row in rows}
+        assert by_codec["raw pages"]["same_greedy"] == 1.0 and by_codec["raw pages"]["kl"] < 1e-6
+        assert by_codec["ecsq:0.03 weights"]["kl"] > by_codec["ecsq:0.001 weights"]["kl"] > 0
+    assert "<svg" in plot.draw(result["bits"])
+
+
+def test_the_bench_of_a_link_pulls_fewer_bytes_by_codecs():
+    code, result = run("--sections", "link")
+    assert code == 0
+    nbytes = {codec: row["nbytes"] for codec, row in result["first_rollout"].items()}
+    assert nbytes["raw"] == 2 * result["first_rollout_parameters"]
+    assert nbytes["raw"] > 1.8 * nbytes["int8"] > 1.8 * nbytes["ecsq:0.01"] > 0
+    assert nbytes["delta"] < nbytes["raw"] / 10

@@ -1,6 +1,7 @@
 """An engine whose pages go to the host and come back draws, to the bit, what one with room for all of them draws."""
 
 import os
+import resource
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -105,6 +106,18 @@ def test_the_same_bits_from_the_disk(tmp_path: Path):
 def test_without_room_on_the_host_pages_are_computed_again(tmp_path: Path):
     tiers = HostTiers.Config(host_bytes=2 * PAGE, disk=str(tmp_path), disk_bytes=PAGE)
     assert draw_twice(tiers).stats()["tier_dropped"] > 20
+
+
+def test_on_a_full_disk_pages_are_computed_again(tmp_path: Path):
+    """The limit on the size of files stands for a full disk. All is compiled before: its cache needs files too."""
+    draw_twice(HostTiers.Config(host_bytes=4 * PAGE, disk=str(tmp_path)))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8 * PAGE, before[1]))
+        stats = draw_twice(HostTiers.Config(host_bytes=4 * PAGE, disk=str(tmp_path))).stats()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert stats["tier_failed_writes"] > 20 and stats["tier_disk_bytes"] <= 8 * PAGE
 
 
 def test_a_damaged_file_is_computed_again(tmp_path: Path):

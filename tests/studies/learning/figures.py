@@ -25,6 +25,8 @@ CONTRASTS: dict[str, tuple[str, str]] = {
     "dynamic sampling": ("dapo", "dapo_static"),
     "two mini-batches for one update": ("grpo", "stale0"),
     "four epochs for one": ("epochs4", "grpo"),
+    "pages of int8": ("pages_int8", "pages_raw"),
+    "pages of ecsq": ("pages_ecsq", "pages_raw"),
     "KL to the start": ("kl", "grpo"),
 }
 _SPLITS = ("microbatches", "packed")

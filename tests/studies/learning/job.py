@@ -29,6 +29,7 @@ from rl.training.packing import Packing
 from rl.training.updates import Updates
 from rl.verification.inline import InlineVerifier
 from rl.verification.service import Verifier
+from tests.studies.learning.coded_pages import pausing_engine
 
 Change = Callable[[RLExperiment.Config], object]
 
@@ -135,6 +136,16 @@ def _stale(
     return change
 
 
+def _pages(codec: str) -> Change:
+    """GRPO with importance weights, on rollouts that are drawn over pages of this codec."""
+
+    def change(cfg: RLExperiment.Config) -> None:
+        cfg.objective.importance = TruncatedImportance.Config(cap=2.0)
+        cfg.engine = pausing_engine(codec)
+
+    return change
+
+
 def _epochs(cfg: RLExperiment.Config) -> None:
     cfg.trainer.updates = Updates.Config(minibatches=_MINIBATCHES, epochs=4)
 
@@ -162,6 +173,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "rejection": ("grpo", "maxrl", "rejection"),
     "epochs": ("stale0", "grpo", "epochs4"),
     "kl": ("grpo", "kl"),
+    "pages": ("pages_raw", "pages_int8", "pages_ecsq"),
     "split": ("stale0", "microbatches", "packed"),
 }
 
@@ -190,6 +202,9 @@ RUNS: dict[str, Change] = {
     "stale8_epochs4_tis": _stale(8, epochs=4, corrected=True),
     "epochs4": _epochs,
     "kl": _kl,
+    "pages_raw": _pages("raw"),
+    "pages_int8": _pages("int8"),
+    "pages_ecsq": _pages("ecsq:0.08"),  # 3.5 bits a value
     "microbatches": _microbatches,
     "packed": _packed,
 }

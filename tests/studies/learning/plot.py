@@ -12,9 +12,9 @@ from tools.report.charts import moving_mean, window
 from tools.report.svg import Plot, element, limits, text
 
 _WIDTH, _HEIGHT, _KEY = 760, 330, 150
-_COLOURS = ("#2a78d6", "#d65f2a", "#2a9d5c", "#a04bc8", "#c23b6b", "#8a6d1f", "#1f8a8a", "#5a6472")
+COLOURS = ("#2a78d6", "#d65f2a", "#2a9d5c", "#a04bc8", "#c23b6b", "#8a6d1f", "#1f8a8a", "#5a6472")
 # The file stands alone; its colours are read on a light and on a dark page.
-_STYLE = """
+STYLE = """
 svg { font: 12px system-ui, sans-serif; --ink: #16191f; --soft: #4f5763; --grid: #e3e6eb; --page: #fff; }
 @media (prefers-color-scheme: dark) { svg { --ink: #eceef2; --soft: #b3bac5; --grid: #2a2f38; --page: #0f1115; } }
 text { fill: var(--ink); } .tick, .unit { fill: var(--soft); } .grid { stroke: var(--grid); }
@@ -49,7 +49,7 @@ def draw(section: str, curves: Mapping[str, list[list[float]]]) -> str:
     longest = max(len(points) for points in smooth.values()) - 1
     name = f"Reward over updates: {section}"
     plot = Plot(_WIDTH - _KEY, _HEIGHT, (0, longest), limits(every), name=name, labels=("update", "reward"))
-    colours = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(smooth)}
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(smooth)}
     styled = [f".k{index} {{ stroke: {one}; fill: {one}; }} .line.k{index} {{ fill: none; }}"
               for index, one in enumerate(colours.values())]  # fmt: skip
     key: list[str] = []
@@ -63,7 +63,7 @@ def draw(section: str, curves: Mapping[str, list[list[float]]]) -> str:
     for index, points in enumerate(smooth.values()):
         plot.line([(x, mean) for x, mean, _, _ in points], f"k{index}")
     page = element("rect", x=0, y=0, width=_WIDTH, height=_HEIGHT, class_="page")
-    body = element("style", _STYLE + "\n".join(styled)) + page + "".join(plot.parts) + "".join(key)
+    body = element("style", STYLE + "\n".join(styled)) + page + "".join(plot.parts) + "".join(key)
     box = {"viewBox": f"0 0 {_WIDTH} {_HEIGHT}", "width": _WIDTH, "height": _HEIGHT}
     drawn = element("svg", body, role="img", aria_label=name, **box)
     return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"

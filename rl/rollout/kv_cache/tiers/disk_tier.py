@@ -74,7 +74,7 @@ class DiskTier:
         offset, size, checksum = place
         try:
             return StoredPage(os.pread(self.descriptor, size, offset), checksum)
-        except OSError:
+        except (OSError, MemoryError):
             return None
 
     def forget(self, digest: bytes) -> None:

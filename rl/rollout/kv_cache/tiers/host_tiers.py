@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from itertools import takewhile
 
 from axlearn_like.config import ConfigBase, Configurable
@@ -37,7 +38,8 @@ class HostTiers(Configurable):
         @property
         def tags(self) -> tuple[str, ...]:
             """Approximations of rollouts over such pages."""
-            return () if get_codec(self.codec).lossless else (f"{self.codec}-pages",)
+            codec = get_codec(self.codec)
+            return () if codec.lossless else (f"{codec.name}-pages",)
 
         def check_fields(self) -> None:
             """Refuse sizes and codecs that no pages can have."""
@@ -83,15 +85,15 @@ class HostTiers(Configurable):
             self._coming.update(dict.fromkeys(digests, future))
 
     def _take(self, digests: list[bytes], read: Callable[[], list[Page]], epoch: int) -> None:
+        kept = 0
         try:
-            pages = read()
-            for digest, page in zip(digests, pages, strict=True):
-                try:
+            for digest, page in zip(digests, read(), strict=True):
+                with suppress(WeightsError, MemoryError):  # infinities, as int8 has none: it is computed again
                     self._insert(digest, self.form.pack(page), epoch)
-                except WeightsError:  # infinities, as int8 has none: it is computed again
-                    self._count("dropped")
-            self._count("spilled", len(pages))
+                    kept += 1
         finally:
+            self._count("spilled", kept)
+            self._count("dropped", len(digests) - kept)
             with self._lock:
                 self._in_flight -= len(digests) * self.form.nbytes
                 for digest in digests:
@@ -189,6 +191,9 @@ class HostTiers(Configurable):
         if page.intact:
             try:
                 return self.form.unpack(page.blob)
+            except MemoryError:
+                self._count("dropped")
+                return None
             except WeightsError:
                 pass
         self._count("damaged")

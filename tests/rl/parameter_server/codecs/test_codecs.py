@@ -27,6 +27,17 @@ def test_names() -> None:
         get_codec("detla")
 
 
+def test_an_error_may_follow_the_name():
+    codec, array = get_codec("ecsq:0.05"), np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    blob = codec.encode(array)
+    assert codec.name == "ecsq" and len(blob) < len(get_codec("ecsq").encode(array))
+    found = get_codec("ecsq").decode(blob, shape=array.shape, dtype=array.dtype)  # any error decodes any other's
+    assert 0.045 < np.mean((found - array) ** 2) / array.var() < 0.055
+    for text in ("int8:0.01", "ecsq:", "ecsq:x", "ecsq:0", "ecsq:1", "ecsq:nan"):
+        with pytest.raises(UserError, match="an error over the variance behind the name, as in 'ecsq:0.01'"):
+            get_codec(text)
+
+
 @given(seeds, shapes, dtypes, st.sampled_from(("raw", "delta")))
 @settings(max_examples=150, deadline=None)
 def test_lossless_codecs_keep_every_bit(seed: int, shape: tuple[int, ...], dtype: np.dtype, name: str) -> None:

@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -105,6 +107,41 @@ def test_a_device_that_fails_loses_the_page_and_nothing_else():
     assert tiers.fetch([name(0)], 16) == []
     tiers.settle()
     assert not tiers.known([name(0)]) and fill(tiers, range(3)) == [0, 1, 2]
+
+
+FULL = """
+import resource
+import numpy as np
+from pathlib import Path
+from rl.rollout.kv_cache.tiers.page_form import Page, PageForm
+from tests.rl.rollout.kv_cache.tiers.pages import make_tiers, name
+
+tiers = make_tiers(host_bytes=1 << 40)
+tiers.form = PageForm((((1 << 20,), np.dtype(np.float32)),), tiers.codec)
+tiers.settle()  # the thread runs
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), before[1]))
+names = [name(seed) for seed in range(40)]
+for seed, one in enumerate(names):
+    assert tiers.wants(one)
+    tiers.put([one], lambda seed=seed: [Page((np.full(1 << 20, seed, np.float32),))])
+    tiers.settle()
+under = tiers.fetch(tiers.known(names), 16)
+stats = tiers.stats()
+resource.setrlimit(resource.RLIMIT_AS, before)
+assert stats["tier_spilled"] >= 3 and stats["tier_dropped"] >= 20, stats
+assert len(under) < 40 and stats["tier_damaged"] == 0, stats
+for seed, page in enumerate(tiers.fetch(tiers.known(names), 16)):
+    assert (page.arrays[0] == seed).all()
+assert tiers.stats()["tier_hits_host"] >= 3
+"""
+
+
+def test_pages_that_memory_has_no_room_for_are_counted_and_the_others_stay():
+    """A limit on the addresses of a process stands for a host without free memory."""
+    done = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_costs_more_to_bring_than_to_compute_is_computed():
