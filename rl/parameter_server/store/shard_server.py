@@ -30,7 +30,7 @@ type SharedShard = tuple[str, IndexRange, str, int]  # tensor, index range, dtyp
 class ReadOptions:
     """Options of a read."""
 
-    codec: str = "raw"  # as `rl.parameter_server.codecs.get_codec` takes it
+    codec: str = "raw"  # text for `rl.parameter_server.codecs.get_codec`
     # Key of the version that the reader holds, for delta codecs. A server without it sends raw shards.
     base: int | None = None
     unrounded: tuple[str, ...] = ()  # tensors that come raw instead of by an approximate codec
