@@ -25,12 +25,12 @@ from rl.fleet.requests import RoleRequest
 from rl.parameter_server.errors import WeightsError
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.rollout.worker import RolloutWorker
-from rl.runtime.ray.health import Heartbeat
-from rl.runtime.ray.proxies import REFERENCE
-from rl.runtime.ray.role_group import Report
+from rl.runtime.ray.heartbeat import Heartbeat
+from rl.runtime.ray.role_builder import RoleBuilder
 from rl.runtime.ray.shutdown import GracefulShutdown
-from rl.runtime.role_builder import RoleBuilder
 from rl.runtime.standby import rehearse, states_config
+from rl.runtime.supervision.names import REFERENCE
+from rl.runtime.supervision.role_group import Report
 from rl.training.warm_start import run_warm_start
 
 _POLL = 0.2  # seconds between two looks for a later driver

@@ -14,7 +14,7 @@ from rl.runtime.node.start import nodes_of_actors
 from rl.runtime.ray.devices.placement import start_actor
 from rl.runtime.ray.devices.reservation import Reservation
 from rl.runtime.ray.proxies import invoke_beside
-from rl.runtime.ray.role_group import Report, Roles
+from rl.runtime.supervision.role_group import Report, Roles
 
 _ANSWER = 3.0  # seconds for a live process to answer
 _SPARE_ANSWER = 0.5  # seconds for spares beyond that

@@ -16,10 +16,11 @@ from rl.fleet.requests import role_requests
 from rl.runtime.node.drivers import run_drivers
 from rl.runtime.node.orphans import end_orphans
 from rl.runtime.node.warm import teach
-from rl.runtime.ray.fault_injection import FaultInjection, Say
+from rl.runtime.ray.fault_injection import FaultInjection
 from rl.runtime.ray.run_logs import RunLogs
 from rl.runtime.ray.session import keep_session
 from rl.runtime.simulated.failures import Failure, Faults
+from rl.runtime.supervision.actors import Say
 
 
 def begin_drivers(

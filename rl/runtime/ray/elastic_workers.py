@@ -24,11 +24,12 @@ from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient
 from rl.runtime.cluster_file import cluster_path, read_cluster
 from rl.runtime.policies.roles import PolicyRoles
-from rl.runtime.ray.fault_injection import Say
-from rl.runtime.ray.health import Heartbeat
-from rl.runtime.ray.proxies import RoleGone, Services, connect_services, server_names
+from rl.runtime.ray.heartbeat import Heartbeat
+from rl.runtime.ray.proxies import RoleGone, Services, connect_services
 from rl.runtime.ray.session import ray_session
 from rl.runtime.ray.shutdown import GracefulShutdown
+from rl.runtime.supervision.actors import Say
+from rl.runtime.supervision.names import server_names
 
 
 class Joins(Protocol):

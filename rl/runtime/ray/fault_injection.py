@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -16,8 +16,7 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
 from rl.runtime.simulated.failures import Faults
-
-Say = Callable[[str], None]
+from rl.runtime.supervision.actors import Say
 
 
 class FaultInjection:

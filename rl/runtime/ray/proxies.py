@@ -14,13 +14,12 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from axlearn_like.run.events import EventLog
 from mesh import UserError
-from mesh.distributed import process_name
 from rl.experiment import RLExperiment
 from rl.parameter_server.client import ParameterServerClient, connect
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.protocol.timeouts import Timeouts, Waits
 from rl.runtime.policies.runs import ByPolicy
-from rl.training.scoring.reference_role import ROLE as REFERENCE
+from rl.runtime.supervision.names import REFERENCE, server_names
 
 CALL_MARGIN = 60.0  # seconds that a call may last beyond the time after which an unresponsive role is killed
 
@@ -122,28 +121,6 @@ class RemoteRole:
         if self._events is not None and waits.due(method):
             seconds = round(waits.begin(method), 1)
             self._events.append(self._caller, "waiting", who=self._caller, what=f"{self._name} {what}", seconds=seconds)
-
-
-def server_names(cfg: RLExperiment.Config) -> list[str]:
-    """Return the names of the parameter server's actors, the one with the directory first."""
-    return ["parameter-server", *(f"parameter-server-{n}" for n in range(1, cfg.parameter_server.shard_servers))]
-
-
-def process_groups(cfg: RLExperiment.Config) -> dict[str, list[list[str]]]:
-    """Return the names of the actors that compute: role -> its instances -> their processes, the leader first."""
-
-    def group(name: str, hosts: int) -> list[str]:
-        return [process_name(name, index) for index in range(hosts)]
-
-    workers = [group(f"worker-{worker}", cfg.fleet.worker_hosts) for worker in range(cfg.workers)]
-    # There is none without devices of its own.
-    reference = [group(REFERENCE, cfg.fleet.reference_hosts)] if cfg.fleet.reference_hosts else []
-    return {"trainer": [group("trainer", cfg.trainer.processes)], "worker": workers, REFERENCE: reference}
-
-
-def spare_names(cfg: RLExperiment.Config) -> dict[str, list[str]]:
-    """Return the names of the warm processes that take over from dead ones, by role (`standby`)."""
-    return {role: [f"{role}-spare-{n}" for n in range(cfg.standby.get(role, 0))] for role in ("trainer", "worker")}
 
 
 def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Config, events: EventLog) -> Any:

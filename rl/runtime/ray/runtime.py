@@ -14,19 +14,24 @@ from mesh import UserError
 from mesh.devices import find_devices
 from rl.experiment import RLExperiment
 from rl.fleet.requests import role_requests
-from rl.runtime.cluster_file import withdraw
+from rl.runtime.cluster_file import advertise, withdraw
 from rl.runtime.node.drivers import AGAIN, kept_ray
 from rl.runtime.node.orphans import end_orphans
+from rl.runtime.ray.adoption import Starter, adopt
 from rl.runtime.ray.devices.capacity import wait_for_nodes
 from rl.runtime.ray.devices.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
-from rl.runtime.ray.fault_injection import Say
-from rl.runtime.ray.health import MAX_DEATHS
+from rl.runtime.ray.fault_injection import FaultInjection
 from rl.runtime.ray.preflight import check_reachable
-from rl.runtime.ray.proxies import process_groups, spare_names
+from rl.runtime.ray.remote_actors import RayActors, end_roles
+from rl.runtime.ray.run_logs import RunLogs
 from rl.runtime.ray.session import SessionHealth, SessionLost, ray_session, session_folder
-from rl.runtime.ray.supervisor import Supervisor
 from rl.runtime.simulated.failures import Faults
-from rl.training.warm_start import latest_step, open_warm_start
+from rl.runtime.supervision.actors import Say
+from rl.runtime.supervision.health import MAX_DEATHS
+from rl.runtime.supervision.names import process_groups, spare_names
+from rl.runtime.supervision.role_group import Roles
+from rl.runtime.supervision.supervisor import Supervisor
+from rl.training.warm_start import is_warm_start_due, latest_step, open_warm_start
 
 
 def run_ray(
@@ -89,7 +94,8 @@ def _run_in_session(
     faults: Faults,
 ) -> int:
     """Run the roles in this Ray session; SessionLost means that Ray, started by this command, has died."""
-    cfg, health, supervisor, reservation = experiment.cfg, SessionHealth(), None, None
+    cfg, health, supervisor, reservation, roles = experiment.cfg, SessionHealth(), None, None, None
+    injection = FaultInjection(run, workers=cfg.workers, faults=faults)
     try:
         if not own:
             wait_for_nodes(stop, health.check, say)
@@ -97,8 +103,14 @@ def _run_in_session(
                 raise Stopped
             check_reachable(cfg.parameter_server.host, _addresses())
         reservation = _reserve(own, cfg, run, stop, say, health)
-        supervisor = Supervisor(cfg, run, say, reservation, faults=faults)
-        return supervisor.run(stop, on_step, preempted, health.check)
+        starter = Starter(cfg, run, reservation)
+        roles = Roles(cfg, calls := RayActors(starter, starter.driver))
+        found, logs = adopt(roles, starter), RunLogs(cfg, run)
+        supervisor = Supervisor(cfg, roles, calls, logs, EventLog(run.events_path), say, injection)
+        supervisor.adopt(found, [name for name in starter.found if name in roles.loops and name not in found])
+        advertise(run, ray.get_runtime_context().gcs_address, starter.namespace)
+        due = is_warm_start_due(cfg.warm_start, run)
+        return supervisor.run(stop, on_step, preempted, health.check, warm_start=due)
     except Stopped:
         return latest_step(run.checkpoints / "rl") or 0
     except Exception as error:
@@ -117,8 +129,11 @@ def _run_in_session(
         raise lost from error
     finally:
         if health.loss() is None:
-            if supervisor is not None:
-                supervisor.close()
+            if supervisor is not None and roles is not None:
+                withdraw(run)
+                end_roles(roles, cfg.timeouts)
+                supervisor.read_logs()
+                injection.close(say)
             if reservation is not None:
                 reservation.release()
         else:

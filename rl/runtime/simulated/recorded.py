@@ -1,7 +1,7 @@
 """Events of a simulated run, kept in memory: hundreds of thousands come in a minute."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, override
 
@@ -30,6 +30,34 @@ class RecordedEvents(EventLog):
         """Write the rows that are not written yet."""
         write_rows(self.path, self.rows[self._written :])
         self._written = len(self.rows)
+
+
+class RecordedLogs:
+    """The events of a run as its supervisor follows them; `step`: completed updates."""
+
+    def __init__(self, events: RecordedEvents, step: Callable[[], int]):
+        self._events, self._completed = events, step
+        self._read = self._seen = 0
+        self.pids, self.left = dict[str, int](), set[str]()
+
+    @property
+    def step(self) -> int:
+        """Completed updates."""
+        return self._completed()
+
+    def updated(self) -> bool:
+        """Return True if there was an update since the last look."""
+        before, self._seen = self._seen, self.step
+        return self._seen > before
+
+    def new_events(self) -> list[dict[str, Any]]:
+        """Return the new events."""
+        rows, self._read = self._events.rows[self._read :], len(self._events.rows)
+        return rows
+
+    def process(self, name: str) -> str:
+        """Return the name of a role."""
+        return name
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -1,19 +1,22 @@
-"""The services of a simulated run's roles: calls of the controller, scores, and the size of a version."""
+"""The services of a simulated run's roles: calls of the controller, tasks, scores, and the size of a version."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, override
 
 import jax
 import numpy as np
 
+from axlearn_like.config import config_items
 from axlearn_like.layers.base import build_abstract, split
 from axlearn_like.layers.parameter_names import path_name
 from rl.experiment import RLExperiment
-from rl.protocol.messages import Score
+from rl.protocol.messages import Problem, Score
 from rl.rollout.model_runner.weights import types_read
 from rl.runtime.simulated.lengths import share_of
 from rl.runtime.simulated.weights import CORES, Links
+from rl.tasks.mixture import TaskMixture
 
 VERIFIER = "verifier"
 _SCORES = Score(0.0), Score(1.0)
@@ -50,3 +53,26 @@ def policy_bytes(experiment: RLExperiment) -> float:
     leaves = jax.tree_util.tree_leaves_with_path(split(build_abstract(experiment.cfg.policy))[1])
     sizes = [(math.prod(leaf.shape), read(path_name(path), np.dtype(leaf.dtype))) for path, leaf in leaves]
     return float(sum(count * dtype.itemsize for count, dtype in sizes))
+
+
+class RepeatedMixture(TaskMixture):
+    """A mixture whose problems have the texts of the first ones: a prompt's length is all that a simulation needs."""
+
+    class Config(TaskMixture.Config):
+        distinct: int = 64  # problems of each family that are made
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._distinct, self._first = cfg.distinct, dict[tuple[int, int], Problem]()
+
+    @override
+    def new(self, family: int, turn: int) -> Problem:
+        key = family, turn % self._distinct
+        if key not in self._first:
+            self._first[key] = super().new(*key)
+        return dataclasses.replace(self._first[key], id=turn * len(self._families) + family)
+
+
+def repeated(tasks: TaskMixture.Config) -> RepeatedMixture.Config:
+    """Return the config of a mixture that repeats the first problems of another."""
+    return RepeatedMixture.Config(**dict(config_items(tasks)))

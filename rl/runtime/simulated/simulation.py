@@ -1,13 +1,13 @@
 """A simulated run: the real controller, ledger, leases, workers, directory and broadcast of an experiment, by a clock.
 
-Devices, verifiers and transfers are durations. A role that dies is started again after the seconds of its start, as
-the supervisor of a real run does, and what it then does is the real code's.
+Devices, verifiers, transfers and the starts of processes are durations. What begins, follows a death and is released
+then is the real supervisor's doing.
 """
 
 import dataclasses
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +21,23 @@ from rl.experiment import RLExperiment
 from rl.parameter_server.pull.prefetcher import Prefetcher
 from rl.rollout.worker import RolloutWorker
 from rl.rollout.worker_policy import WorkerServices
+from rl.runtime.simulated.actors import SimulatedActors
 from rl.runtime.simulated.durations import Durations
 from rl.runtime.simulated.engine import SimulatedEngine, grain_of
 from rl.runtime.simulated.failures import Failure, check_worker
 from rl.runtime.simulated.flows import Flows
 from rl.runtime.simulated.lengths import AnswerLengths
-from rl.runtime.simulated.recorded import RecordedEvents, write_rows
-from rl.runtime.simulated.services import VERIFIER, RoleCalls, SimulatedVerifier, policy_bytes
-from rl.runtime.simulated.tasks import repeated
+from rl.runtime.simulated.recorded import RecordedEvents, RecordedLogs, write_rows
+from rl.runtime.simulated.services import VERIFIER, RoleCalls, SimulatedVerifier, policy_bytes, repeated
 from rl.runtime.simulated.trainer import Saved, SimulatedTrainer, TrainerLog, TrainerParts
-from rl.runtime.simulated.virtual_clock import Timer, VirtualClock
+from rl.runtime.simulated.virtual_clock import VirtualClock
 from rl.runtime.simulated.weights import CORES, SERVER, Links, SimulatedReceiver
+from rl.runtime.supervision.role_group import Roles
+from rl.runtime.supervision.supervisor import Supervisor
 from rl.tasks.mixture import TaskMixture
 
 _GARBAGE = 200_000  # objects between collections: millions of small ones come and go
 _PATIENCE = 600.0  # seconds of a request that nothing interrupts but the death of a role
-_NOTICED = 0.25  # seconds until the supervisor has noticed a death
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +94,19 @@ class Simulation:
         self.engines: dict[str, list[SimulatedEngine]] = {}
         self.alive: dict[str, list[list[float]]] = {}
         self._gone: set[str] = set()
-        self._starting: dict[str, Timer] = {}  # starts of workers that are to come
+        self._supervised = cfg.clone(standby={})  # seconds of starts are those of what takes over
+        self._workers = {f"worker-{number}" for number in range(cfg.workers)}
+        self._actors = SimulatedActors(self.clock, self)
+        self._roles = Roles(self._supervised, self._actors)
+        self._logs = RecordedLogs(self.events, lambda: self.step)
         self._slow: dict[str, float] = {}
         self._rng = random.Random(cfg.seed)
         self.finished = False
 
     def run(self) -> None:
         """Simulate to the end of the updates, or of the time."""
-        self._start_role("trainer")
         self.events.append("controller", "start")
-        for number in range(self.plan.cfg.workers):
-            self._start_role(f"worker-{number}")
+        self.clock.spawn("driver", self._supervise)
         for failure in self.plan.failures:
             if failure.time < self.plan.hours * 3600:
                 self.clock.timer(failure.time, lambda failure=failure: self._fail(failure))
@@ -116,6 +119,12 @@ class Simulation:
         for spans in self.alive.values():
             if spans and len(spans[-1]) == 1:
                 spans[-1].append(self.clock())
+
+    def _supervise(self) -> None:
+        """Supervise the roles as the driver of a real run does, to the end of the updates."""
+        supervisor = Supervisor(self._supervised, self._roles, self._actors, self._logs, self.events, lambda text: None)
+        supervisor.run(lambda: False, lambda step: None, lambda: False)
+        self.clock.stop()
 
     @property
     def step(self) -> int:
@@ -146,10 +155,6 @@ class Simulation:
         else:
             self.flows.pass_through((CORES,), seconds * cores, cores)
 
-    def _start_role(self, name: str) -> None:
-        self.events.append(name, "start")
-        self.clock.spawn(name, self._train if name == "trainer" else lambda: self._work_as(name))
-
     def _train(self) -> None:
         parts = TrainerParts(
             self._experiment.trainer_cfg,
@@ -163,7 +168,6 @@ class Simulation:
         grain = grain_of(self._experiment.engine_cfg)
         SimulatedTrainer(parts, self._saved, self.trainer_log, grain).run()
         self.finished = True
-        self.clock.stop()
 
     def _work_as(self, name: str) -> None:
         cfg, d, experiment = self.plan.cfg, self.plan.durations, self._experiment
@@ -202,64 +206,64 @@ class Simulation:
         elif failure.kind == "back":
             if name in self._gone:
                 self._gone.discard(name)
-                self._start_later(name, self.plan.durations.start_worker)
+                self._actors.come_back(name)
         elif name not in self._gone:
-            if failure.kind == "gone":
-                self._gone.add(name)
-                if (starting := self._starting.pop(name, None)) is not None:
-                    starting.cancel()
-            self._kill(name, comes_back=failure.kind == "kill")
+            self._gone |= {name} if failure.kind == "gone" else set()
+            self._kill(name, host=failure.kind == "gone")
 
-    def _kill(self, name: str, *, comes_back: bool) -> None:
+    def _kill(self, name: str, *, host: bool) -> None:
         self.events.append("chaos", "kill", target=name, step=self.step, saved=self._saved.step)
         if name == "raylet":  # all roles go, and come back
             for role in ("controller", *sorted(self.engines.keys() - self._gone), "trainer"):
-                self._end(role, comes_back=True)
+                self._actors.kill(role)
         elif name != "driver":  # roles work on without it
-            self._end(name, comes_back=comes_back)
+            self._actors.kill(name, host=host)
 
-    def _end(self, name: str, *, comes_back: bool) -> None:
+    def seconds(self, kind: str) -> float:
+        """Return the seconds of the start of a process of a role."""
         d = self.plan.durations
+        return {"trainer": d.start_trainer, "worker": d.start_worker, "controller": d.start_controller}.get(kind, 0.0)
+
+    def ended(self, name: str) -> None:
+        """End what a killed process did."""
         if name == "controller":
-            return self._kill_controller()
-        if not self.clock.kill(name):
-            return None  # dead already, and being started
-        self.flows.drop(name)
-        if name == "trainer":
-            self.clock.timer(_NOTICED + d.start_trainer, lambda: self._start_role(name))
-            return None
-        self.flows.cut(f"{name}:out")
-        self.alive[name][-1].append(self.clock())
-        self.clock.timer(_NOTICED, lambda: self._lost(name))
-        if comes_back:
-            self._start_later(name, _NOTICED + d.start_worker)
+            if self._controller is not None:
+                self._controller.stop()  # calls of a dead process end
+            self._controller = None
+            self.events.flush()  # a new controller counts the starts of former ones
+        elif self.clock.kill(name):
+            self.flows.drop(name)
+            if name != "trainer":
+                self.flows.cut(f"{name}:out")
+                self.alive[name][-1].append(self.clock())
 
-    def _start_later(self, name: str, seconds: float) -> None:
-        """Start a worker in so many seconds, unless its host is gone by then."""
-        self._starting[name] = self.clock.timer(seconds, lambda: self._start_role(name))
-
-    def _lost(self, name: str) -> None:
-        """Free what a dead worker holds, as the supervisor does."""
-        if self._controller is not None:
-            self._controller.leave(name, "worker lost")
-        self._server.release(name)
-
-    def _kill_controller(self) -> None:
-        if self._controller is None:
-            return
-        self._controller.stop()  # calls of a dead process end
-        self._controller = None
-
-        def back() -> None:
+    def begun(self, name: str) -> None:
+        """Build the controller again; the others are built by their loops."""
+        if name == "controller":
             with self._up:
                 self.events.append("controller", "start")
                 self._controller = self._experiment.make_controller(self._run, events=self.events, clock=self.clock)
-                for name in self.engines.keys() - self._gone:
-                    self._controller.join(name)
+                for worker in self.engines.keys() - self._gone:
+                    self._controller.join(worker)
                 self._up.notify_all()
 
-        self.events.flush()  # a new controller counts the starts of former ones
-        self.clock.timer(_NOTICED + self.plan.durations.start_controller, back)
+    def run_role(self, name: str, returned: Callable[[dict[str, Any]], None]) -> None:
+        """Begin the loop of a process; of several of one role, the first one's stands for all."""
+        role = self._train if name == "trainer" else lambda: self._work_as(name)
+
+        def run() -> None:
+            role()
+            returned({"shutdown": False, "finished": self.finished, "step": self.step})
+
+        if name == "trainer" or name in self._workers:
+            self.events.append(name, "start")
+            self.clock.spawn(name, run)
+
+    def call_service(self, name: str, method: str, arguments: tuple[Any, ...]) -> None:
+        """Call a service, if it is there."""
+        role = {"controller": self._controller, "parameter-server": self._server}.get(name)
+        if role is not None:
+            getattr(role, method)(*arguments)
 
     def _capacities(self, cfg: RLExperiment.Config, d: Durations) -> dict[str, float]:
         links = {VERIFIER: d.verifiers, f"{SERVER}:in": d.server_network, f"{SERVER}:out": d.server_network}

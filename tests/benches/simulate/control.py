@@ -14,7 +14,7 @@ from axlearn_like.tokenizers.bytes import ByteTokenizer
 from rl.controller.controller import Controller
 from rl.controller.prompt_pool import PromptPool
 from rl.protocol.messages import Group, Lease, Rollout, Score
-from rl.runtime.simulated.tasks import RepeatedMixture
+from rl.runtime.simulated.services import RepeatedMixture
 from rl.tasks.family import TaskFamily
 
 SAMPLES = 8  # rollouts of a work item

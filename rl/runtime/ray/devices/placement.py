@@ -18,7 +18,7 @@ from rl.runtime.node.local_ray import side
 from rl.runtime.ray.actors import RoleActor
 from rl.runtime.ray.devices.capacity import role_selector
 from rl.runtime.ray.devices.reservation import Slot
-from rl.runtime.ray.proxies import REFERENCE, process_groups, spare_names
+from rl.runtime.supervision.names import REFERENCE, process_groups, spare_names
 
 SERVICES = ("controller", "parameter_server", "verifier")  # kinds of roles that others call; they use no accelerator
 _INHERITED = (

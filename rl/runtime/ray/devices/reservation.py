@@ -34,7 +34,7 @@ from rl.runtime.ray.devices.capacity import (
     ray_generation,
     role_selector,
 )
-from rl.runtime.ray.fault_injection import Say
+from rl.runtime.supervision.actors import Say
 
 _LITTLE = 0.001  # amount of the resource that names a host's GPU model, same as in Ray's `accelerator_type`
 _HEAD_WAIT = 5.0  # seconds of one attempt to find a slice, between two looks at `stop`

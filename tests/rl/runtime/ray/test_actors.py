@@ -13,7 +13,8 @@ from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.protocol.timeouts import Timeouts
 from rl.runtime.ray.actors import RoleActor
-from rl.runtime.ray.health import HealthMonitor
+from rl.runtime.ray.remote_actors import RayActors
+from rl.runtime.supervision.health import HealthMonitor
 from tests.rl.runtime.ray.command import ROOT
 
 SCRIPT = """
@@ -47,7 +48,10 @@ def test_a_role_whose_process_cannot_be_made_is_not_waited_for(tmp_path: Path) -
     made = remote(concurrency_groups={"health": 1}, num_cpus=0, max_restarts=-1)(RoleActor)
     actor = made.remote({}, b"not a pickle")
     said: list[str] = []
-    monitor = HealthMonitor({"trainer": actor}, Timeouts.Config(), EventLog(tmp_path / "events.jsonl"), said.append)
+    calls = RayActors(lambda kind, name: actor)
+    monitor = HealthMonitor(
+        calls, {"trainer": actor}, Timeouts.Config(), EventLog(tmp_path / "events.jsonl"), said.append
+    )
     give_up = time.monotonic() + 60
     with pytest.raises(UserError, match=r"^trainer cannot start: .*UnpicklingError"):
         while time.monotonic() < give_up:

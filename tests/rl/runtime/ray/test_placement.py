@@ -26,8 +26,8 @@ from rl.protocol.timeouts import Timeouts
 from rl.runtime.ray.devices import placement
 from rl.runtime.ray.devices.placement import SERVICES
 from rl.runtime.ray.devices.reservation import DeviceWait, Reservation, Stopped, refuse_accelerators
-from rl.runtime.ray.proxies import process_groups
 from rl.runtime.ray.runtime import run_ray
+from rl.runtime.supervision.names import process_groups
 from tests.rl.runtime.ray.command import Command
 from tests.rl.runtime.ray.experiments import events, metrics, slow
 from tests.rl.runtime.ray.machines import Machine, machines

@@ -1,13 +1,13 @@
 """The driver's view of the processes of one role: when they can join, and which of them died first."""
 
-from typing import Any
+from typing import Any, cast
 
-from rl.runtime.ray.role_group import RoleGroup
+from rl.runtime.supervision.role_group import RoleGroup
 
 
 def test_they_begin_when_all_have_started_and_one_that_is_lost_before_has_to_restart() -> None:
     actors: dict[str, Any] = dict.fromkeys(("trainer", "trainer-1", "trainer-2"))
-    group = RoleGroup(actors)
+    group = RoleGroup(cast(Any, None), actors)
     assert group.leader == "trainer" and group.several
     assert not group.started("trainer", "a") and not group.started("trainer-2", "b")
     assert group.lost("trainer-2") and not group.lost("trainer-2")
@@ -19,6 +19,6 @@ def test_they_begin_when_all_have_started_and_one_that_is_lost_before_has_to_res
 
 
 def test_the_death_of_the_leader_is_that_of_the_others_too() -> None:
-    group = RoleGroup(dict.fromkeys(("trainer", "trainer-1", "trainer-2")))
+    group = RoleGroup(cast(Any, None), dict.fromkeys(("trainer", "trainer-1", "trainer-2")))
     assert group.first(["trainer-2", "trainer"]) == ["trainer"]
     assert group.first(["trainer-2", "trainer-1"]) == ["trainer-2", "trainer-1"]

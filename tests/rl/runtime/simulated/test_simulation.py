@@ -98,6 +98,20 @@ def test_a_kill_costs_time_and_changes_no_rollout(tmp_path: Path, target: str, s
     assert 0.3 < ratio["ettr"] < 1.02 and ratio["ettr_interval"][0] <= ratio["ettr"] <= ratio["ettr_interval"][1] + 0.2
 
 
+def test_the_real_supervisor_releases_leases_restarts_and_gives_up_by_the_virtual_clock(tmp_path: Path):
+    found = run(tmp_path, plan(workers=2, failures=[Failure(7.0, "worker-1"), Failure(20.0, "raylet")]))
+    began = found.clock.wall() - found.clock()
+    rows = [(round(row["time"] - began, 2), row["event"], row["role"], row.get("target")) for row in found.events.rows]
+    assert (7.25, "died", "driver", "worker-1") in rows and (12.25, "start", "worker-1", None) in rows
+    expired = [row for row in found.events.rows if row["event"] == "lease_expired"]
+    assert expired[0]["reason"] == "worker died" and round(expired[0]["time"] - began, 2) == 7.25
+    # One death after the other, a pause between them.
+    assert [row[0] for row in rows if row[1] == "died" and row[0] > 20] == [20.25, 20.35, 20.45]
+    failures = [Failure(7.0 + 6 * n, "worker-1") for n in range(5)]
+    with pytest.raises(UserError, match="worker-1 died 5 times without an update in between, at update 0"):
+        run(tmp_path, plan(workers=2, durations={"update": 90.0, "decode_step": 9.0}, failures=failures), "too-many")
+
+
 @pytest.mark.parametrize(
     ("failures", "seconds"),
     [

@@ -5,21 +5,14 @@ when all are back they join again, at another port.
 """
 
 import dataclasses
-import time
-from collections.abc import Callable
 from typing import Any, Literal
 
-import ray
-from ray.exceptions import RayActorError
-
 from axlearn_like.run.events import EventLog
-from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.protocol.timeouts import Timeouts
-from rl.runtime.ray.proxies import REFERENCE, RemoteRole, invoke_beside, process_groups, server_names, spare_names
+from rl.runtime.supervision.actors import ActorDied, Actors
+from rl.runtime.supervision.names import REFERENCE, process_groups, server_names, spare_names
 
 _ANSWER_TIMEOUT = 3.0  # seconds for a live process to answer
-_LEAVE_TIMEOUT = 5.0  # seconds for elastic workers to leave
 
 Awaited = Literal["loop", "restart", "meeting", "preparation"]
 
@@ -39,8 +32,9 @@ class Report:
 class RoleGroup:
     """The driver's view of the processes of a trainer or of one worker: one, or several."""
 
-    def __init__(self, actors: dict[str, Any]):
-        self._actors = actors
+    def __init__(self, calls: Actors, actors: dict[str, Any]):
+        """`actors`: by the names of their processes, the leader's first."""
+        self._calls, self._actors = calls, actors
         self.names = list(actors)
         self.leader = self.names[0]  # the first process speaks for all
         self.several = len(actors) > 1  # more than one process
@@ -66,7 +60,7 @@ class RoleGroup:
             if name not in first:
                 log.append("driver", "ended", target=name, cause=first[0])
             if name not in dead:
-                ray.kill(self._actors[name], no_restart=False)
+                self._calls.restart(self._actors[name])
         return self.reset()
 
     def reset(self) -> dict[str, str]:
@@ -76,11 +70,10 @@ class RoleGroup:
 
     def dead(self, name: str, error: Exception) -> list[str]:
         """Return the processes that are dead, after the loop of `name` has ended with this error."""
-        asked = {other: invoke_beside(self._actors[other], "ping") for other in self.names if other != name}
-        pending = list(asked.values())
-        answers, _ = ray.wait(pending, num_returns=len(asked), timeout=_ANSWER_TIMEOUT) if asked else ([], [])
+        asked = {other: self._calls.beside(self._actors[other], "ping") for other in self.names if other != name}
+        answers = self._calls.wait(list(asked.values()), _ANSWER_TIMEOUT, every=True)
         gone = [other for other, reference in asked.items() if reference in answers and self._is_gone(other, reference)]
-        return [*gone, name] if isinstance(error, RayActorError) else gone
+        return [*gone, name] if isinstance(error, ActorDied) else gone
 
     def first(self, dead: list[str]) -> list[str]:
         """Return those of the dead processes that died first.
@@ -92,8 +85,8 @@ class RoleGroup:
 
     def _is_gone(self, name: str, reference: Any) -> bool:
         try:
-            return ray.get(reference) != self._ready.get(name)
-        except RayActorError:
+            return self._calls.result(reference) != self._ready.get(name)
+        except ActorDied:
             return True
 
 
@@ -108,7 +101,9 @@ class Roles:
         ready: spares that are prepared.
     """
 
-    def __init__(self, cfg: RLExperiment.Config, start: Callable[[str, str], Any]):
+    def __init__(self, cfg: RLExperiment.Config, calls: Actors):
+        """Start all actors."""
+        start, self._calls = calls.start, calls
         self.services = {name: start("parameter_server", name) for name in server_names(cfg)}
         self.services |= {kind: start(kind, kind) for kind in ("controller", "verifier")}
         self.loops: dict[str, Any] = {}
@@ -119,25 +114,10 @@ class Roles:
         for kind, names in [*((kind, names) for kind, known in groups.items() for names in known), *alone]:
             actors = {name: start(kind, name) for name in names}
             self.loops |= actors
-            self.groups |= dict.fromkeys(names, RoleGroup(actors))
+            self.groups |= dict.fromkeys(names, RoleGroup(calls, actors))
         self.reference = sum(groups[REFERENCE], [])
         self.ready: set[str] = set()
         self._prepared_as: dict[str, str] = {}  # name that a process had when it was prepared
-
-    def end(self, timeouts: Timeouts.Config) -> None:
-        """Let the workers stop, also those that have joined, then end all actors."""
-        brief = timeouts.clone(restart=2.0)
-        try:
-            controller = RemoteRole("controller", self.services["controller"], brief, limit=5.0)
-            controller.stop()
-            give_up = time.monotonic() + _LEAVE_TIMEOUT
-            while set(controller.status()["workers"]) - set(self.loops) and time.monotonic() < give_up:
-                time.sleep(0.1)
-            RemoteRole("verifier", self.services["verifier"], brief, limit=5.0).close()
-        except (UserError, RayActorError):
-            pass  # already gone
-        for actor in [*self.loops.values(), *self.services.values()]:
-            ray.kill(actor)
 
     @property
     def trainer(self) -> RoleGroup:
@@ -163,7 +143,7 @@ class Roles:
 
     def release(self, service: str, worker: str, *reason: str) -> None:
         """Let a service release what a worker that is gone holds; one that joins again releases it too."""
-        self.services[service].invoke.remote("call", "release", (worker, *reason), {})
+        self._calls.invoke(self.services[service], "call", "release", (worker, *reason), {})
 
     def release_dead(self, name: str) -> None:
         """Let all services release what a process that has died holds, unless it is no worker's."""
@@ -175,7 +155,7 @@ class Roles:
 
     def place(self, name: str, actor: Any) -> None:
         """Let an actor have this name."""
-        self.loops[name], self.groups[name] = actor, RoleGroup({name: actor})
+        self.loops[name], self.groups[name] = actor, RoleGroup(self._calls, {name: actor})
 
     def note_report(self, name: str, incarnation: str, prepared_as: str, *, runs: bool) -> None:
         """Record what a process does that a former driver has started."""
@@ -191,4 +171,4 @@ class Roles:
         self.ready.discard(spare)
         self._prepared_as[name] = spare
         self.loops[name], self.loops[spare] = self.loops[spare], self.loops[name]
-        self.groups |= {one: RoleGroup({one: self.loops[one]}) for one in (name, spare)}
+        self.groups |= {one: RoleGroup(self._calls, {one: self.loops[one]}) for one in (name, spare)}

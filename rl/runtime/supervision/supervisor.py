@@ -1,30 +1,20 @@
-"""The supervisor of a run: starts the actors of all roles, and restarts their loops.
+"""The supervisor of a run: starts the loops of all roles, again and again.
 
-Ray places actors, restarts their processes and keeps their logs. The supervisor starts the loops of trainer and workers
-again when their process has restarted, reports deaths and long waits, and ends all actors with the run.
+Ray, or a simulation, starts their processes, and restarts them. The supervisor starts the loops of trainer and workers
+again when their process has restarted, and reports deaths and long waits.
 """
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError
-
-from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.experiment import RLExperiment
-from rl.runtime.cluster_file import advertise, withdraw
-from rl.runtime.ray.adoption import Starter, adopt
-from rl.runtime.ray.devices.reservation import Reservation
-from rl.runtime.ray.fault_injection import FaultInjection, Say
-from rl.runtime.ray.health import Deaths, HealthMonitor
-from rl.runtime.ray.proxies import invoke_beside, result
-from rl.runtime.ray.role_group import Awaited, Roles
-from rl.runtime.ray.run_logs import RunLogs
-from rl.runtime.simulated.failures import Faults
-from rl.training.warm_start import is_warm_start_due
+from rl.runtime.supervision.actors import ActorDied, Actors, Injected, Logs, Say
+from rl.runtime.supervision.health import Deaths, HealthMonitor
+from rl.runtime.supervision.role_group import Awaited, Report, Roles
+
+_PAUSE = 0.1  # seconds until a process that has ended is asked whether it is back
 
 
 class Supervisor:
@@ -33,38 +23,36 @@ class Supervisor:
     def __init__(
         self,
         cfg: RLExperiment.Config,
-        run: RunDirectory,
+        roles: Roles,
+        calls: Actors,
+        logs: Logs,
+        log: EventLog,
         say: Say,
-        reservation: Reservation,
-        *,
-        faults: Faults,
+        fault: Injected | None = None,
     ):
-        """Start all actors, but those that a former driver has left at work.
-
-        Args:
-            reservation: the devices of trainer, reference and workers.
-            faults: what to kill (see `FaultInjection`).
-        """
-        self._cfg, self._run, self._say = cfg, run, say
-        self._log = EventLog(run.events_path)
-        self._logs = RunLogs(cfg, run)
+        """Supervise roles whose actors have been started."""
+        self._cfg, self._roles, self._calls, self._say = cfg, roles, calls, say
+        self._log, self._logs, self._fault = log, logs, fault
         self._former: dict[str, str] = {}  # incarnations that are about to end
-        self._deaths = Deaths()
-        self._fault = FaultInjection(run, workers=cfg.workers, faults=faults)
-        self._starter = Starter(cfg, run, reservation)
-        self._roles = Roles(cfg, self._starter)
-        found = adopt(self._roles, self._starter)
-        self._term = max((one.term for one in found.values()), default=0)  # number of the newest trainer
+        self._deaths, self._term = Deaths(), 0  # number of the newest trainer
+        self._at_work: dict[str, Any] = {}
+        self._lost: set[str] = set()
+        self._idle = [name for name in self._roles.loops if name not in self._roles.trainer.names]
+        self._unprepared: dict[str, int] = {}  # spares that wait for an update, which needs the processor more
+        actors = {**self._roles.services, **self._roles.loops}
+        self._health = HealthMonitor(calls, actors, cfg.timeouts, self._log, say)
+        self._waiting: dict[Any, tuple[str, Awaited]] = {}
+
+    def adopt(self, found: Mapping[str, Report], lost: Collection[str]) -> None:
+        """Follow the processes that a former driver has left at work, and those that it has `lost`, by their names."""
+        self._term = max((one.term for one in found.values()), default=0)
         self._logs.pids |= {name: one.pid for name, one in found.items()}
         for name in sorted(self._roles.ready):
             self._log.append("driver", "ready", target=name)
-        self._lost = {name for name in self._starter.found if name not in found and name in self._roles.loops}
         followed = {name: self._roles.loops[name] for name, one in found.items() if one.runs}
-        self._at_work = {name: one.invoke.remote("outcome", self._starter.driver) for name, one in followed.items()}
-        self._idle = [name for name in self._roles.loops if name not in self._roles.trainer.names]
-        self._unprepared: dict[str, int] = {}  # spares that wait for an update, which needs the processor more
-        self._health = HealthMonitor({**self._roles.services, **self._roles.loops}, cfg.timeouts, self._log, say)
-        self._waiting: dict[Any, tuple[str, Awaited]] = {}
+        call, driver = self._calls.invoke, self._calls.driver
+        self._at_work = {name: call(actor, "outcome", driver) for name, actor in followed.items()}
+        self._lost = set(lost)
 
     @property
     def step(self) -> int:
@@ -77,43 +65,39 @@ class Supervisor:
         on_step: Callable[[int], None],
         preempted: Callable[[], bool],
         check: Callable[[], None] = lambda: None,
+        *,
+        warm_start: bool = False,
     ) -> int:
         """Supervise until the trainer's loop returns; returns the completed updates.
 
-        `check()` raises if Ray itself has died, which is the cause of all other errors then.
+        Args:
+            check: raises if Ray itself has died, which is the cause of all other errors then.
+            warm_start: the other roles begin when the trainer has started, which makes what they need.
         """
         for name in self._roles.trainer.names:
             self._begin(name)
-        if not is_warm_start_due(self._cfg.warm_start, self._run):
+        if not warm_start:
             self._begin_others()
-        advertise(self._run, ray.get_runtime_context().gcs_address, self._starter.namespace)
-        asked: float | None = None
+        clock, asked = self._calls.clock, None
         while True:
             if asked is None and stop():
-                asked = time.monotonic()
-                self._roles.loops["trainer"].invoke.remote("stop")
-            done, _ = ray.wait(list(self._waiting), timeout=0.25)
+                asked = clock()
+                self._calls.invoke(self._roles.loops["trainer"], "stop")
+            done = self._calls.wait(self._waiting, self._calls.poll)
             check()
-            self._read_logs()
+            self.read_logs()
             self._check_health()
             on_step(self.step)
             for reference in done:
                 name, what = self._waiting.pop(reference)
                 value = self._outcome(name, what, reference)
-                if name == "trainer" and value is not None and (asked or value["finished"]):
+                if name == "trainer" and value is not None and (asked is not None or value["finished"]):
                     return value["step"]
-                if name in self._roles.trainer.names and value is None and asked:
+                if name in self._roles.trainer.names and value is None and asked is not None:
                     return self.step  # died before its save: a resumed run starts from the last checkpoint
-            if asked and preempted() and time.monotonic() > asked + self._cfg.timeouts.grace:
+            if asked is not None and preempted() and clock() > asked + self._cfg.timeouts.grace:
                 self._say(f"the trainer did not end within timeouts.grace={self._cfg.timeouts.grace:g} s of SIGTERM")
                 return self.step
-
-    def close(self) -> None:
-        """Stop the workers, then end all actors."""
-        withdraw(self._run)
-        self._roles.end(self._cfg.timeouts)
-        self._read_logs()
-        self._fault.close(self._say)
 
     def _begin(self, name: str, incarnation: str = "") -> None:
         """Start the loop of a process; of one among several of its role, as soon as all of them have started."""
@@ -125,39 +109,40 @@ class Supervisor:
             self._unprepared |= {} if name in self._roles.ready else {name: self.step}
         elif not group.several and name in self._lost:
             self._lost.discard(name)
-            self._note_loss(name, RayActorError())
+            self._note_loss(name, ActorDied("its raylet has died"))
             self._restart([name], [name])
         elif not group.several:
             self._run_loop(name)
         elif not incarnation:
-            self._await_restart(name)
+            self._ask(name)
         elif group.started(name, incarnation):
-            self._waiting[self._roles.loops[group.leader].invoke.remote("meeting_place")] = (group.leader, "meeting")
+            leader = group.leader
+            self._waiting[self._calls.invoke(self._roles.loops[leader], "meeting_place")] = (leader, "meeting")
 
     def _run_loop(self, name: str, meeting: str = "") -> None:
         """Start the loop of a process; `meeting`: the address where several of its role join."""
         if name == self._roles.trainer.leader:
             self._term += 1
         term = self._term if name in self._roles.trainer.names else 0
-        given = self._roles.called(), meeting, name, term, self._starter.driver
-        self._waiting[self._roles.loops[name].invoke.remote("run", *given)] = (name, "loop")
+        given = self._roles.called(), meeting, name, term, self._calls.driver
+        self._waiting[self._calls.invoke(self._roles.loops[name], "run", *given)] = (name, "loop")
 
-    def _take_over(self, name: str) -> None:
-        """Let a spare, if one is prepared, run the loop of a process that has ended, whose restart is awaited."""
+    def _take_over(self, name: str) -> str:
+        """Let a spare, if one is prepared, run the loop of a process that has ended; returns the name of that now."""
         if (spare := self._roles.spare_for(name)) is None:
-            return
-        self._waiting = {r: (spare if who == name else who, what) for r, (who, what) in self._waiting.items()}
+            return name
         if name in self._former:
             self._former[spare] = self._former.pop(name)
         self._roles.exchange(name, spare)
         self._health.exchange(name, spare)
         self._log.append("driver", "takeover", target=name, spare=spare)
         self._run_loop(name)
+        return spare
 
     def _prepare_spares(self) -> None:
         for name in [name for name, step in self._unprepared.items() if self.step > step]:
             del self._unprepared[name]
-            preparing = self._roles.loops[name].invoke.remote("prepare", self._roles.called(), name)
+            preparing = self._calls.invoke(self._roles.loops[name], "prepare", self._roles.called(), name)
             self._waiting[preparing] = (name, "preparation")
 
     def _begin_others(self) -> None:
@@ -173,7 +158,7 @@ class Supervisor:
             UserError: the loop raised it. Other exceptions: the loop raised the same one twice.
         """
         try:
-            value = result(reference)
+            value = self._calls.result(reference)
         except Exception as error:
             self._note_end(name, what, error)
             return None
@@ -204,10 +189,10 @@ class Supervisor:
     def _note_end(self, name: str, what: Awaited, error: Exception) -> None:
         """Restart a process that died, or whose loop raised an error, which is raised here if it would come again."""
         group = self._roles.groups[name]
-        if what == "preparation" and not isinstance(error, RayActorError):
+        if what == "preparation" and not isinstance(error, ActorDied):
             return self._say(f"{name} cannot be prepared, and the run goes on without it: {error}")
         if what not in ("loop", "preparation"):
-            if not isinstance(error, RayActorError):
+            if not isinstance(error, ActorDied):
                 raise error
             group.lost(name)
             return self._await_restart(name)
@@ -228,22 +213,26 @@ class Supervisor:
         group = self._roles.groups[first[0]]
         self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] not in group.names}
         self._former |= group.end(first, dead, self._log)
+        ended = self._take_over(first[0])
         for name in group.names:
-            self._await_restart(name)
-        self._take_over(first[0])
+            self._await_restart(ended if name == first[0] else name)
 
     def _await_restart(self, name: str) -> None:
-        time.sleep(0.1)
         # Asked again and again: what Ray tries again by itself, it does after pauses that grow to a second and more.
-        self._waiting[invoke_beside(self._roles.loops[name], "ping")] = (name, "restart")
+        self._calls.clock.sleep(_PAUSE)
+        self._ask(name)
+
+    def _ask(self, name: str) -> None:
+        """Ask a process which one it is; the answer comes when it has started."""
+        self._waiting[self._calls.beside(self._roles.loops[name], "ping")] = (name, "restart")
 
     def _note_loss(self, name: str, error: Exception) -> None:
-        self._read_logs()
+        self.read_logs()
         if name in self._logs.left:
             return self._say(f"{self._logs.process(name)} shut down on SIGTERM; {self._roles.next(name)}")
         self._log.append("driver", "died", target=name)
         self._note_death(name, "died", error)
-        if name != self._fault.target:
+        if self._fault is None or name != self._fault.target:
             self._say(f"{self._logs.process(name)} died at update {self.step}; {self._roles.next(name)}")
 
     def _note_failure(self, name: str, error: Exception) -> None:
@@ -256,20 +245,21 @@ class Supervisor:
         self._say(f"{name} failed at update {self.step}; {self._roles.next(name)}. {cause}")
         if name in self._health.incarnations:
             self._former[name] = self._health.incarnations[name]
-        ray.kill(self._roles.loops[name], no_restart=False)
+        self._calls.restart(self._roles.loops[name])
 
     def _note_death(self, name: str, cause: str, error: Exception) -> None:
         self._deaths.add(name, cause, self.step, error)
         self._roles.release_dead(name)
 
-    def _read_logs(self) -> None:
+    def read_logs(self) -> None:
         """Read the new rows of the metrics and of the event log."""
         if self._logs.updated():
             self._deaths = Deaths()
             self._prepare_spares()
         for row in self._logs.new_events():
             self._read_event(row)
-        self._fault.inject(self.step, self._logs.pids, {**self._roles.services, **self._roles.loops})
+        if self._fault is not None:
+            self._fault.inject(self.step, self._logs.pids, {**self._roles.services, **self._roles.loops})
 
     def _check_health(self) -> None:
         """Record which processes have died."""
@@ -296,4 +286,5 @@ class Supervisor:
                     self._say(f"{row['worker']} is silent (killed, stopped or cut off?); its work goes to others")
             case "joined" if row["role"] not in self._roles.loops:
                 self._say(f"{row['role']} joined: its first rollouts came after {row['join_s']:.1f} s")
-        self._fault.read_event(row, self._say)
+        if self._fault is not None:
+            self._fault.read_event(row, self._say)

@@ -26,18 +26,9 @@ from rl.parameter_server.store.shard_server import ShardServer
 from rl.parameter_server.transport.client import RpcClient
 from rl.parameter_server.transport.endpoint import Endpoint
 from rl.runtime.policies.roles import PolicyRoles
-from rl.runtime.ray.proxies import (
-    CALL_MARGIN,
-    REFERENCE,
-    Services,
-    connect_reference,
-    connect_services,
-    process_groups,
-    result,
-    server_names,
-    spare_names,
-)
+from rl.runtime.ray.proxies import CALL_MARGIN, Services, connect_reference, connect_services, result
 from rl.runtime.standby import TrainerStates, states_config
+from rl.runtime.supervision.names import REFERENCE, process_groups, server_names, spare_names
 from rl.training.spec import TrainerServices
 
 _SHARD_TIMEOUT = 5.0  # seconds

@@ -1,37 +1,28 @@
-"""Health of the roles' processes: checks of those that Ray manages, and heartbeats of all workers.
+"""Health checks of the roles' processes. One that does not answer is reported, then killed and restarted."""
 
-A process that does not answer is reported, then killed and restarted. A worker without a heartbeat, elastic or not, was
-killed, stopped or cut off: the controller gives its lease to a worker that asks for one.
-"""
-
-import threading
-import time
 from typing import Any
-
-import ray
-from ray.exceptions import RayActorError
 
 from axlearn_like.run.events import EventLog
 from mesh import UserError
 from rl.protocol.timeouts import Timeouts, Waits
-from rl.runtime.ray.fault_injection import Say
-from rl.runtime.ray.proxies import invoke_beside
+from rl.runtime.supervision.actors import ActorDied, Actors, Say
 
-_INTERVAL = 2.0  # seconds between two checks of a process
-_HEARTBEAT = 0.5  # seconds between two heartbeats
 MAX_DEATHS = 5  # limit of one role's deaths without an update; more are a fault of the run
 
 
 class HealthMonitor:
     """Health checks by asking each actor for its incarnation every few seconds, without blocking."""
 
-    def __init__(self, actors: dict[str, Any], timeouts: Timeouts.Config, log: EventLog, say: Say):
-        self._actors, self._timeouts, self._log, self._say = actors, timeouts, log, say
+    def __init__(
+        self, calls: Actors, actors: dict[str, Any], timeouts: Timeouts.Config, log: EventLog, say: Say = print
+    ):
+        """`actors`: by their names."""
+        self._calls, self._actors, self._timeouts, self._log, self._say = calls, actors, timeouts, log, say
         self.incarnations: dict[str, str] = {}  # actor -> incarnation in its last answer
         self._asked: dict[str, Any] = {}
         self._answered: dict[str, float] = {}
         self._down = set(actors)  # actors not started yet, or died and not restarted
-        self._waits = Waits(timeouts.warn_after)
+        self._waits = Waits(timeouts.warn_after, calls.clock)
 
     def exchange(self, one: str, other: str) -> None:
         """Exchange the names of two actors."""
@@ -51,13 +42,12 @@ class HealthMonitor:
         Raises:
             UserError: a role that the run needs has not started within `timeouts.restart`, or cannot.
         """
-        now = time.monotonic()
+        since = self._calls.clock() - self._calls.interval
         for name, actor in self._actors.items():
-            if name not in self._asked and now >= self._answered.get(name, 0.0) + _INTERVAL:
+            if name not in self._asked and self._answered.get(name, since) <= since:
                 self._waits.begin(name)
-                self._asked[name] = invoke_beside(actor, "ping")
-        pending = list(self._asked.values())
-        answers = ray.wait(pending, num_returns=len(pending), timeout=0)[0] if pending else []
+                self._asked[name] = self._calls.beside(actor, "ping")
+        answers = self._calls.wait(list(self._asked.values()), 0.0, every=True)
         died = [name for name, reference in list(self._asked.items()) if reference in answers and self._died(name)]
         waiting = sorted(self._asked.keys() | self._down)
         self._report([name for name in waiting if self._waits.due(name)])
@@ -68,15 +58,15 @@ class HealthMonitor:
     def _died(self, name: str) -> bool:
         """Read the answer of an actor; returns True if its process was alive and is dead."""
         try:
-            self.incarnations[name] = ray.get(self._asked.pop(name))
-        except RayActorError as error:
-            if error.actor_init_failed:  # import of its code fails: Ray does not start it again
+            self.incarnations[name] = self._calls.result(self._asked.pop(name))
+        except ActorDied as error:
+            if error.never_began:  # import of its code fails: Ray does not start it again
                 raise UserError(f"{name} cannot start: {str(error).strip().splitlines()[-1]}") from error
             was_alive = name not in self._down
             if was_alive:
                 self._set_down(name)
             return was_alive
-        self._answered[name] = time.monotonic()
+        self._answered[name] = self._calls.clock()
         self._down.discard(name)
         self._waits.end(name)
         return False
@@ -99,7 +89,7 @@ class HealthMonitor:
         if not down:
             self._log.append("driver", "unresponsive", target=name, seconds=round(seconds, 1))
             self._say(f"{name} has not answered for {seconds:.0f} s; killing and restarting it")
-            ray.kill(self._actors[name], no_restart=False)
+            self._calls.restart(self._actors[name])
             self._set_down(name)
         elif not name.startswith("worker-") and "-spare-" not in name:  # the run continues without these
             raise UserError(
@@ -131,30 +121,3 @@ class Deaths:
                 f"{name} died {MAX_DEATHS} times without an update in between, at update {step}; "
                 f"its output is in the logs of Ray's session. {error}"
             )
-
-
-class Heartbeat:
-    """A thread that tells the controller's actor twice a second that this process lives; a context manager.
-
-    One call is under way at a time, so that none pile up while the controller cannot be reached. The worker's own calls
-    cannot tell it: compiling a program takes minutes.
-    """
-
-    def __init__(self, worker: str, controller: Any):
-        """`controller`: its actor."""
-        self._worker, self._controller = worker, controller
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _beat(self) -> None:
-        pending: list[Any] = []
-        while not self._over.wait(_HEARTBEAT):
-            pending = ray.wait(pending, timeout=0)[1] if pending else []
-            pending = pending or [invoke_beside(self._controller, "heard", self._worker)]

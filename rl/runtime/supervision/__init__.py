@@ -1,0 +1,1 @@
+"""Supervision of the processes of a run: restarts, health checks and spares, over Ray or a simulation."""
