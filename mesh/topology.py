@@ -109,6 +109,17 @@ def _check_described(generation: Generation, shape: tuple[int, ...], text: str) 
         raise UserError(f"no TPU topology {text!r}: {chips} chips are no machines of {host} (host={host})")
 
 
+def slices_within(kind: str, chips: int) -> list[Topology]:
+    """Return slices of a generation with up to so many chips: of each size the nearest to a cube, the smallest first.
+
+    Raises:
+        UserError: there is no such generation, or it is a described one.
+    """
+    generation = _generation(kind, None, kind)
+    found = _by_size(generation)
+    return [Topology(generation, found[size]) for size in sorted(found) if size <= chips]
+
+
 def topology_devices(topology: Topology) -> list[Any]:
     """Return devices to compile for, in libtpu's order.
 
@@ -209,12 +220,18 @@ def _fits(shape: tuple[int, ...], largest: tuple[int, ...]) -> bool:
     return shape == tuple(sorted(shape)) and all(a <= b for a, b in zip(shape, sorted(largest), strict=True))
 
 
+def _by_size(generation: Generation) -> dict[int, tuple[int, ...]]:
+    """Return the shape that is nearest to a cube, by number of chips."""
+    found: dict[int, tuple[int, ...]] = {}
+    for shape in sorted(_shapes(generation), key=lambda one: (max(one) / min(one), one)):
+        found.setdefault(math.prod(shape), shape)
+    return found
+
+
 def _shape_of(generation: Generation, number: int, text: str) -> tuple[int, ...]:
     if generation.described:
         raise UserError(f"no TPU topology {text!r}: the shape of a described generation is given, as in 2x2x4")
-    by_number: dict[int, tuple[int, ...]] = {}
-    for shape in sorted(_shapes(generation), key=lambda one: (max(one) / min(one), one)):
-        by_number.setdefault(math.prod(shape) * generation.counted, shape)
+    by_number = {size * generation.counted: shape for size, shape in _by_size(generation).items()}
     if number not in by_number:
         near = sorted(by_number, key=lambda other: abs(math.log(other / max(number, 1))))[:4]
         counted = "chips" if generation.counted == 1 else "TensorCores, two to a chip"

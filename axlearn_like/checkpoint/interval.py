@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+INTERVAL_EVENTS = ("train_begin", "goodput", "saved", "train_end")  # events of a run that an interval follows from
 SAVE_EVERY = 100  # steps between saves where none are set and no failure asks for more
 
 
@@ -33,7 +34,7 @@ def chosen_interval(events: Iterable[Mapping[str, Any]]) -> SaveInterval | None:
 
     A failure is a start of the trainer that follows another without its end, `train_end`.
     """
-    rows = [row for row in events if row.get("role") == "trainer"]
+    rows = [row for row in events if row.get("role") == "trainer" and row["event"] in INTERVAL_EVENTS]
     marks = [row["event"] for row in rows if row["event"] in ("train_begin", "train_end")]
     failures = sum(pair == ("train_begin", "train_begin") for pair in zip(marks, marks[1:], strict=False))
     spans = [row for row in rows if row["event"] == "goodput"]

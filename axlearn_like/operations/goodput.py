@@ -33,6 +33,9 @@ CAUSES = {
 }
 
 
+ACCOUNTED = ("train_begin", "goodput", "train_end")  # events that have it
+
+
 class CauseClock:
     """Clock that charges every moment to one cause; cheap enough for every step (it only reads the time)."""
 
@@ -130,7 +133,7 @@ def account(events: Iterable[Mapping[str, Any]]) -> Account:
     sessions, last, done = 0, None, False
     spans: list[tuple[int, int, float]] = []  # spans of steps: from, to, seconds
     for row in events:
-        if row.get("role") != "trainer" or row.get("event") not in ("train_begin", "goodput", "train_end"):
+        if row.get("role") != "trainer" or row.get("event") not in ACCOUNTED:
             continue
         now = float(row["time"])
         if row["event"] == "train_begin":

@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,26 +18,43 @@ _KEPT = 64  # rows of a silent writer
 ROWS = 4 << 30  # bytes of a file of rows; the longest run that was measured has a thousandth of it
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
+def read_rows(path: str | Path, events: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the rows of a JSONL file, without torn ones (the writer was killed in the middle, the disk was full).
+
+    `events`: only rows of these; lines that name none of them are not parsed.
 
     Raises:
         UserError: a line that has an end is not a JSON object, or it cannot be read.
     """
-    path = Path(path)
-    if not path.exists():
-        return []
-    rows = []
+    named = [f'"{event}"'.encode() for event in events]
+    lines = enumerate(_read_lines(Path(path)), start=1)
+    chosen = ((number, line) for number, line in lines if not named or any(name in line for name in named))
+    rows = [row for number, line in chosen for row in _parse_line(path, number, line)]
+    return [row for row in rows if row.get("event") in events] if events else rows
+
+
+def newest_rows(path: str | Path, phase: str, *, count: int) -> list[dict[str, Any]]:
+    """Return the last `count` rows of a phase, in their order, without parsing those before (UserError: see above)."""
+    found: list[dict[str, Any]] = []
+    lines = _read_lines(Path(path))
+    while lines and len(found) < count:
+        rows = _parse_line(path, len(lines), lines.pop())
+        found += [row for row in rows if row["phase"] == phase]
+    return found[::-1]
+
+
+def _read_lines(path: Path) -> list[bytes]:
     try:
-        content = read_bounded(path, ROWS)
+        return read_bounded(path, ROWS).split(b"\n") if path.exists() else []
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        try:
-            rows += parse_row(line)
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
-    return rows
+
+
+def _parse_line(path: str | Path, number: int, line: bytes) -> list[dict[str, Any]]:
+    try:
+        return parse_row(line)
+    except ValueError as error:
+        raise UserError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
 
 
 def parse_row(line: bytes) -> list[dict[str, Any]]:
@@ -114,16 +131,25 @@ class MetricsWriter:
         return open_written(self.path, "ab")
 
     def _repair(self, resume_step: int | None) -> None:
-        if not self.path.exists():
-            return
-        rows = read_rows(self.path)
-        kept = [
-            row for row in rows if resume_step is None or row.get("phase") != self._phase or row["step"] <= resume_step
-        ]
-        content = read_bounded(self.path, ROWS)
-        torn = bool(content) and not content.endswith(b"\n")
-        if torn or len(kept) < len(rows):
-            replace_file(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        """Drop what a killed writer has torn, and the rows of this phase beyond a step."""
+        lines = _read_lines(self.path)
+        torn = bool(lines and lines[-1])
+        if torn:  # the row may be whole but for the end of its line
+            lines[-1:] = [lines[-1], b""] if _parse_line(self.path, len(lines), lines[-1]) else [b""]
+        beyond = set[int]() if resume_step is None else self._beyond(lines, resume_step)
+        if torn or beyond:
+            replace_file(self.path, b"\n".join(line for at, line in enumerate(lines) if at not in beyond))
+
+    def _beyond(self, lines: list[bytes], step: int) -> set[int]:
+        """Return the places of this phase's rows beyond a step: among the last, for a phase's steps only grow."""
+        found = set[int]()
+        for at in range(len(lines) - 1, -1, -1):
+            for row in _parse_line(self.path, at + 1, lines[at]):
+                if row.get("phase") == self._phase:
+                    if row["step"] <= step:
+                        return found
+                    found.add(at)
+        return found
 
 
 def _plain(value: Any) -> int | float | bool | str | None:

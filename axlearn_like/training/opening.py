@@ -6,7 +6,7 @@ from typing import Any
 
 from axlearn_like.checkpoint.reader import verify_latest
 from axlearn_like.checkpoint.versions import CheckpointError, list_steps
-from axlearn_like.operations.goodput import account, account_lines
+from axlearn_like.operations.goodput import ACCOUNTED, account, account_lines
 from axlearn_like.run.directory import RunDirectory, RunDirectoryError
 from axlearn_like.run.metrics import read_rows
 from mesh.distributed import ProcessGroup
@@ -50,7 +50,7 @@ def ended_in_all(run: RunDirectory, cfg: Any, group: ProcessGroup, *, show: bool
 
 def print_account(run: RunDirectory) -> None:
     """Print where the time of a run went, on stderr."""
-    print(*account_lines(account(read_rows(run.events_path))), sep="\n", file=sys.stderr, flush=True)
+    print(*account_lines(account(read_rows(run.events_path, ACCOUNTED))), sep="\n", file=sys.stderr, flush=True)
 
 
 def ended_before(run: RunDirectory, cfg: Any) -> dict[str, Any] | None:
@@ -61,7 +61,7 @@ def ended_before(run: RunDirectory, cfg: Any) -> dict[str, Any] | None:
     Raises:
         CheckpointError: the checkpoint cannot be read, or is damaged.
     """
-    ends = [row for row in read_rows(run.events_path) if row.get("event") in ("train_begin", "train_end")]
+    ends = read_rows(run.events_path, ("train_begin", "train_end"))
     step = max(list_steps(run.checkpoints), default=None)
     if not ends or step is None or (ends[-1].get("reason"), ends[-1]["step"]) != ("done", step):
         return None

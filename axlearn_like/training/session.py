@@ -15,14 +15,14 @@ from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.best import KeepBest
 from axlearn_like.checkpoint.checkpointer import Checkpointer
-from axlearn_like.checkpoint.interval import chosen_interval
+from axlearn_like.checkpoint.interval import INTERVAL_EVENTS, chosen_interval
 from axlearn_like.checkpoint.tiers import CheckpointTiers, Held
 from axlearn_like.config import REQUIRED, ConfigBase
 from axlearn_like.elastic.update import ElasticStep
 from axlearn_like.layers.base import first_params
 from axlearn_like.layers.parameter_names import merged, without
 from axlearn_like.learner import Learner
-from axlearn_like.operations.goodput import CauseClock, account
+from axlearn_like.operations.goodput import ACCOUNTED, CauseClock, account
 from axlearn_like.operations.profiler import Profiler
 from axlearn_like.operations.recompilation import CompiledStep
 from axlearn_like.operations.sdc import SDCCheck
@@ -31,7 +31,7 @@ from axlearn_like.operations.utilisation import peak_flops
 from axlearn_like.operations.watchdog import Watchdog
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog, span
-from axlearn_like.run.metrics import MetricsWriter, read_rows
+from axlearn_like.run.metrics import MetricsWriter, newest_rows, read_rows
 from axlearn_like.run.progress import Progress
 from axlearn_like.training.alignment.scoring import ScoredStep
 from axlearn_like.training.early_stopping import EarlyStopping
@@ -150,7 +150,7 @@ class Session(contextlib.ExitStack):
         frozen = learner.frozen(program.state["params"])
         self.tiers.freeze(frozen, held)
         latest = self._group.broadcast(self.tiers.latest_step())
-        self.tiers.choose(self._group.broadcast(chosen_interval(read_rows(self._run.events_path))))
+        self.tiers.choose(self._group.broadcast(chosen_interval(read_rows(self._run.events_path, INTERVAL_EVENTS))))
         if latest is not None:
             state, extras = self.tiers.restore({**program.state, **(also or {})}, latest)
             return state, latest, extras
@@ -275,9 +275,9 @@ class Session(contextlib.ExitStack):
             self.callback(other.close)
         progress = self.enter_context(Progress(cfg.num_steps, start=start)) if show else None
         devices = list(self._mesh.devices.flat)
-        past = account(read_rows(self._run.events_path))
+        past = account(read_rows(self._run.events_path, ACCOUNTED))
         metrics = StepMetrics(self.clock, past, devices, peak=self.peak)
-        rows = [row for row in read_rows(self._run.metrics_path) if row["phase"] == self._phase]
+        rows = newest_rows(self._run.metrics_path, self._phase, count=rows_kept)
         return StepLog(writer, others, progress, metrics, start, deque(rows, maxlen=rows_kept), tokens=tokens)
 
     @contextlib.contextmanager

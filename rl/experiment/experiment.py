@@ -245,7 +245,7 @@ class RLExperiment(Configurable):
 
         `events`: None: those of the run directory.
         """
-        rows = read_rows(run.events_path)
+        rows = read_rows(run.events_path, ("start", "session", "quarantined"))
         starts = sum(row["role"] == "controller" and row["event"] == "start" for row in rows)
         first_lease = number * LEASES_PER_POLICY + starts * LEASES_PER_INCARNATION
         cfg = self.controller_cfg

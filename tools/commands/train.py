@@ -118,7 +118,7 @@ def supervise(cfg: Any, run: RunOptions, where: Path, members: int, processes: i
         if row is not None:
             return {**row, "finished": True, "before": True}
         cfg.elastic.supervisor(command, members, EventLog(opened.events_path), say).run(lambda: stop.requested)
-        ends = [row for row in read_rows(opened.events_path) if row["event"] == "train_end"]
+        ends = read_rows(opened.events_path, ["train_end"])
         last = next(reversed(read_rows(opened.metrics_path)), {"step": 0})
         if not ends:  # stopped, and all members ended before one could say so
             return {**last, "finished": False}

@@ -143,9 +143,8 @@ class TakenChanges:
         self._events, self._last = None, dict[str, Change]()
         if run is not None:
             self._events = EventLog(run.events_path)
-            for row in read_rows(run.events_path):
-                if row["event"] in (_ADMITTED, _STOPPED):
-                    self._last[row["policy"]] = Change(row["change"], stopped=row["event"] == _STOPPED)
+            for row in read_rows(run.events_path, (_ADMITTED, _STOPPED)):
+                self._last[row["policy"]] = Change(row["change"], stopped=row["event"] == _STOPPED)
 
     def is_new(self, policy: str, change: int) -> bool:
         """Return True if a change of a policy comes after those that were taken up."""
@@ -172,7 +171,7 @@ class TakenChanges:
 def failures(run: RunDirectory) -> dict[str, str]:
     """Return the policies that have failed since the run, or they, were last begun or resumed, and why."""
     found: dict[str, str] = {}
-    for row in read_rows(run.events_path):
+    for row in read_rows(run.events_path, ("session", "policy_failed", _ADMITTED)):
         if row["event"] == "session":
             found = {}
         elif row["event"] == "policy_failed":
@@ -184,5 +183,5 @@ def failures(run: RunDirectory) -> dict[str, str]:
 
 def lease_numbers(run: RunDirectory) -> list[int]:
     """Return the numbers by which leases of a policy were told from those of others, in the order of its events."""
-    starts = [row for row in read_rows(run.events_path) if row["role"] == "controller" and row["event"] == "start"]
+    starts = [row for row in read_rows(run.events_path, ["start"]) if row["role"] == "controller"]
     return [row["number"] for row in starts if "number" in row]

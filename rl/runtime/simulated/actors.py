@@ -39,7 +39,7 @@ class SimulatedActor:
 
 
 class Processes(Protocol):
-    """What processes of roles do; each call passes in no time."""
+    """Processes of roles; each call passes in no time."""
 
     def seconds(self, kind: str) -> float:
         """Return the seconds of the start of a process of a role."""

@@ -61,7 +61,7 @@ class Actors(Protocol):
 
 
 class Logs(Protocol):
-    """What the roles have written.
+    """Logs of the roles.
 
     Attributes:
         pids: newest process of each role.

@@ -1,11 +1,14 @@
 import io
+import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from axlearn_like.run.events import EventLog
 from axlearn_like.run.jsonl import JsonlTail
-from axlearn_like.run.metrics import MetricsWriter, read_rows
+from axlearn_like.run.metrics import MetricsWriter, newest_rows, read_rows
 from axlearn_like.run.progress import Progress
 from mesh.errors import UserError
 
@@ -51,6 +54,34 @@ def test_a_resume_drops_later_rows_of_its_own_phase_only(tmp_path):
     MetricsWriter(tmp_path, phase="sft", resume_step=1).close()
     rows = [(row["phase"], row["step"]) for row in read_rows(tmp_path / "metrics.jsonl")]
     assert rows == [("sft", 1), ("rl", 1), ("rl", 2)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["sft", "rl"]), st.integers(1, 3)), max_size=20), st.integers(0, 9))
+def test_rows_beyond_a_step_are_dropped_wherever_they_stand(tmp_path_factory, gaps, resume):
+    path, steps, rows = tmp_path_factory.mktemp("run") / "metrics.jsonl", {"sft": 0, "rl": 0}, []
+    for phase, gap in gaps:
+        steps[phase] += gap
+        rows.append({"phase": phase, "step": steps[phase]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    MetricsWriter(path.parent, phase="rl", resume_step=resume).close()
+    kept = [row for row in rows if row["phase"] == "sft" or row["step"] <= resume]
+    assert read_rows(path) == kept
+    assert newest_rows(path, "rl", count=2) == [row for row in kept if row["phase"] == "rl"][-2:]
+
+
+def test_a_row_without_the_end_of_its_line_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"phase": "sft", "step": 1}\n{"phase": "sft", "step": 2}')
+    MetricsWriter(tmp_path).write(3, {})
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3]
+
+
+def test_only_rows_of_some_events_are_parsed(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "a"}\n{"event": }\n{"event": "b", "of": "a"}\n{"event":"a"}\n')
+    assert read_rows(path, ["a"]) == [{"event": "a"}, {"event": "a"}]
+    with pytest.raises(UserError, match="line 2"):
+        read_rows(path)
 
 
 def test_a_line_broken_in_the_middle_is_an_error_that_names_it(tmp_path):

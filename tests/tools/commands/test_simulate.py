@@ -47,6 +47,19 @@ def test_fleets_are_searched_by_time_and_by_cost(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.full
 @needs_tpu_compiler
+def test_chips_of_two_kinds_are_searched_for_which_of_them_train():
+    words = ["--set", "evaluation=None", "--updates", "3", "--durations", "compiled", "--duration", "score=1e-5"]
+    command = [sys.executable, "-m", "tools.cli", "simulate", "demo", *words, "--search", "v5e=2,v6e=1", "--json"]
+    done = subprocess.run(command, env=os.environ | TPU_COMPILER, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    ways = {"trainer=v6e:1x1,workers=2xv5e:1x1", "trainer=v5e:1x1,workers=1xv5e:1x1"}
+    assert {row["fleet"] for row in found["fleets"]} == {*ways, "trainer=v5e:1x1,workers=1xv6e:1x1"}
+    rates = [row["updates_per_hour"] for row in found["fleets"]]
+    assert rates == sorted(rates, reverse=True) and not found["refused"]
+
+
+@pytest.mark.full
+@needs_tpu_compiler
 def test_fleets_of_several_generations_are_compared_by_price():
     old, new = "trainer=v6e:1x1,workers=1xv5e:1x1", "trainer=v5e:1x1,workers=1xv6e:1x1"
     words = ["--set", "evaluation=None", "--updates", "4", "--durations", "compiled", "--duration", "score=1e-5"]
@@ -84,6 +97,12 @@ def test_failures_give_an_ettr(capsys: pytest.CaptureFixture[str], tmp_path: Pat
             "(workers) has no price; expected --price v6e=",
         ),
         (["--fleet", "workers=cpu:1", "--fleet", "workers=cpu:2"], "--fleet: several have durations of their own"),
+        (["--search", "v5e=4,v6e=4"], "--search v5e=4,v6e=4: fleets have durations of their own; expected --durations"),
+        (["--search", "v5e=4", "--durations", "compiled", "--workers", "3"], "expected no --workers"),
+        (["--search", "v5e=4", "--durations", "compiled", "--objective", "cost"], "no prices"),
+        (["--search", "v5e=four", "--durations", "compiled"], "--search 'v5e=four': expected workers=FIRST..LAST"),
+        (["--search", "v5=4", "--durations", "compiled"], "no TPU generation 'v5'"),
+        (["--search", "v5e=1", "--durations", "compiled"], "on no fleet of these chips; they are too few"),
         (["--search", "workers=2..1"], "--search 'workers=2..1': expected workers=FIRST..LAST"),
         (["--trace", __file__, "--rate", "worker=1"], "--trace and --rate are both of failures"),
         (["--set", "policies={'a': {}}"], "policies"),

@@ -14,11 +14,15 @@ from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl.experiment import RLExperiment
     from rl.fleet.fleet import Placed
     from rl.runtime.simulated.durations import Durations
     from rl.runtime.simulated.failures import Failure
     from rl.runtime.simulated.simulation import SimulationPlan
+
+_NO_PRICES = "--objective cost: there are no prices; expected --price CHIP=DOLLARS an hour"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +83,8 @@ class ShownOptions:
               "or of all workers together. May be repeated.")  # fmt: skip
 @click.option("--back-s", default=0.0, help="With --rate worker=N: seconds for which a lost worker's host is gone, on "
               "average.")  # fmt: skip
-@click.option("--search", metavar="workers=A..B", help="Simulate fleets of so many workers, and list the best first.")
+@click.option("--search", metavar="workers=A..B|KIND=CHIPS,...", help="Simulate fleets of so many workers; or of chips "
+              "such as v5e=16,v6e=8: which of them train, and which draw. The best first.")  # fmt: skip
 @click.option(
     "--objective",
     type=click.Choice(["cost", "time"]),
@@ -104,8 +109,17 @@ def command(
 
     with many_imports():
         from rl.runtime.simulated import advice
+        from rl.runtime.simulated.sources.prices import read_prices
+        from tools.fleet import load_placed
 
-    plans, rates = _plans(experiment, sets, applied, how)
+    by_workers = shown.search is not None and shown.search.startswith("workers")
+    prices = read_prices(how.prices)
+    if shown.objective == "cost" and how.durations == "compiled" and not prices and not how.edits:
+        raise UserError(_NO_PRICES)
+    load = lambda fleet: load_placed(experiment, sets, None, applied, fleet)  # noqa: E731
+    placed, refused = _fleets(load, how, None if by_workers else shown.search)
+    rates = dict(_rate(one) for one in how.rates)
+    plans = _plans(placed, how, prices, rates)
     if how.durations is None:
         edits = f" but {', '.join(how.edits)}" if how.edits else ""
         click.echo(
@@ -113,15 +127,16 @@ def command(
             "compiled the compiler's for TPUs, --duration NAME=NUMBER changes one",
             err=True,
         )
-    if shown.search is not None:
-        counts = advice.worker_counts(shown.search)
+    if by_workers:
+        counts = advice.worker_counts(shown.search or "")
         sized = [advice.of_sizes(name, plan, counts) for name, plan in plans.items()]
         plans = {name: plan for one in sized for name, plan in one.items()}
     if len(plans) > 1 or shown.search is not None:
         known = [plan.durations for plan in plans.values()]
         if shown.objective == "cost" and not all(d.worker_price or d.trainer_price for d in known):
-            raise UserError("--objective cost: there are no prices; expected --price CHIP=DOLLARS an hour")
-        return _show({"objective": shown.objective, "fleets": advice.ranked(plans, shown.objective)}, shown)
+            raise UserError(_NO_PRICES)
+        rows = advice.ranked(plans, shown.objective)
+        return _show({"objective": shown.objective, "fleets": rows, "refused": refused}, shown)
     (plan,) = plans.values()
     found = _simulated(plan, shown)
     if shown.advice:
@@ -143,20 +158,43 @@ def _simulated(plan: SimulationPlan, shown: ShownOptions) -> dict[str, Any]:
     return found | {"durations": dataclasses.asdict(plan.durations)}
 
 
-def _plans(
-    experiment: str, sets: tuple[str, ...], applied: tuple[str, ...], how: SimulateOptions
-) -> tuple[dict[str, SimulationPlan], dict[str, float]]:
-    """Return the plan of each fleet by its text, and the rates of failures; refuses what does not fit first."""
-    from rl.runtime.simulated.failures import read_traces, synthetic
-    from rl.runtime.simulated.sources.prices import check_prices, read_prices
-    from tools.fleet import load_placed
+def _fleets(
+    load: Callable[[str | None], Placed[Any]], how: SimulateOptions, chips: str | None
+) -> tuple[dict[str, Placed[Any]], dict[str, str]]:
+    """Return the experiment on each fleet by its text, and why others cannot run it; refuses wrong options first.
 
-    if len(how.fleets) > 1 and how.durations != "compiled":
-        raise UserError("--fleet: several have durations of their own; expected --durations compiled, or one fleet")
+    `chips`: those of which fleets are made, as of --search.
+    """
+    from rl.fleet.plan import plan_fleet, refuse
+    from rl.runtime.simulated.chips import fleets_that_fit, read_chips
+
+    if (len(how.fleets) > 1 or chips is not None) and how.durations != "compiled":
+        given = "--fleet: several" if chips is None else f"--search {chips}: fleets"
+        raise UserError(f"{given} have durations of their own; expected --durations compiled, or one fleet")
     if how.traces and how.rates:
         raise UserError("--trace and --rate are both of failures; expected one of them")
-    prices, rates = read_prices(how.prices), dict(_rate(one) for one in how.rates)
-    placed = {text or "": load_placed(experiment, sets, None, applied, text) for text in how.fleets or (None,)}
+    if chips is None:
+        return {text or "": load(text) for text in how.fleets or (None,)}, {}
+    numbers = read_chips(chips)
+    if how.fleets or how.workers is not None:
+        given = "--fleet" if how.fleets else "--workers"
+        raise UserError(f"--search {chips} makes fleets of these chips; expected no {given}")
+
+    def fitting(fleet: str) -> Placed[Any]:
+        placed = load(fleet)
+        refuse(plan_fleet(placed))
+        return placed
+
+    return fleets_that_fit(numbers, fitting)
+
+
+def _plans(
+    placed: dict[str, Placed[Any]], how: SimulateOptions, prices: dict[str, float], rates: dict[str, float]
+) -> dict[str, SimulationPlan]:
+    """Return the plan of each fleet by its text; refuses what does not fit first."""
+    from rl.runtime.simulated.failures import read_traces, synthetic
+    from rl.runtime.simulated.sources.prices import check_prices
+
     check_prices([one.fleet for one in placed.values()], prices)
     plans: dict[str, SimulationPlan] = {}
     for text, one in placed.items():
@@ -165,7 +203,7 @@ def _plans(
         if how.traces:
             failures = read_traces(how.traces, one.cfg.workers, how.zones)
         plans[text] = _plan(one, how, prices, failures)
-    return plans, rates
+    return plans
 
 
 def _edit(cfg: RLExperiment.Config, how: SimulateOptions) -> None:
@@ -239,6 +277,8 @@ def _show(found: dict[str, Any], shown: ShownOptions) -> None:
                 f"{row['fleet']}: {row['updates_per_hour']:.1f} updates an hour, ${row['cost_per_update']:.3g} "
                 f"an update. {row['bottleneck']}"
             )
+        for text, why in found["refused"].items():
+            click.echo(f"{text} cannot run it: {why}")
         return
     ends = "all updates" if found["finished"] else "the time is over"
     click.echo(f"{found['updates']} updates in {found['hours']:.2f} h ({ends}), {found['kills']} kills")
