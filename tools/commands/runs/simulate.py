@@ -166,7 +166,7 @@ def _fleets(
     `chips`: those of which fleets are made, as of --search.
     """
     from rl.fleet.plan import plan_fleet, refuse
-    from rl.runtime.simulated.chips import fleets_that_fit, read_chips
+    from rl.runtime.simulated.sources.chips import fleets_that_fit, read_chips
 
     if (len(how.fleets) > 1 or chips is not None) and how.durations != "compiled":
         given = "--fleet: several" if chips is None else f"--search {chips}: fleets"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mesh import UserError
 from mesh.topology import parse_topology
-from rl.runtime.simulated.chips import assignments, fleets_that_fit, read_chips
+from rl.runtime.simulated.sources.chips import assignments, fleets_that_fit, read_chips
 
 CHIPS = st.dictionaries(st.sampled_from(["v4", "v5e", "v5p", "v6e", "tpu7x"]), st.integers(1, 300), min_size=1)
 
