@@ -139,3 +139,29 @@ def _time_of(simulation: Simulation, step: int) -> float:
 def _step_at(simulation: Simulation, seconds: float) -> int:
     began = simulation.clock.wall() - simulation.clock()
     return max((row["step"] for row in simulation.trainer_log.rows if row["time"] - began <= seconds), default=0)
+
+
+def in_words(found: dict[str, Any]) -> list[str]:
+    """Return what was found of one fleet, or of several in their order, as lines of text."""
+    if "fleets" in found:
+        lines = [
+            f"{row['fleet']}: {row['updates_per_hour']:.1f} updates an hour, ${row['cost_per_update']:.3g} an update. "
+            f"{row['bottleneck']}"
+            for row in found["fleets"]
+        ]
+        return lines + [f"{text} cannot run it: {why}" for text, why in found["refused"].items()]
+    ends = "all updates" if found["finished"] else "the time is over"
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found["staleness"].items())
+    lines = [
+        f"{found['updates']} updates in {found['hours']:.2f} h ({ends}), {found['kills']} kills",
+        f"{found['updates_per_hour']:.1f} updates and {found['rollouts_per_hour']:.0f} rollouts an hour",
+        f"rollouts by age in updates: {ages}",
+        "busy: " + ", ".join(f"{role} {share:.0%}" for role, share in found["utilisation"].items()),
+    ]
+    if "ettr" in found:
+        low, high = found["ettr_interval"]
+        lines.append(f"ETTR {found['ettr']:.3f} (95 % of the parts: {low:.3f} to {high:.3f})")
+    if found["cost"]:
+        lines.append(f"${found['cost']:.2f}, ${found['cost_per_update']:.4g} an update")
+    advice = [f"  {row['change']}: {row['gain']:+.1%} updates an hour" for row in found.get("advice", ())]
+    return [*lines, found["bottleneck"], *advice]

@@ -268,31 +268,11 @@ def _rate(text: str) -> tuple[str, float]:
 
 
 def _show(found: dict[str, Any], shown: ShownOptions) -> None:
+    from rl.runtime.simulated.result import in_words
+
     if shown.as_json:
-        click.echo(json.dumps(found))
-        return
-    if "fleets" in found:
-        for row in found["fleets"]:
-            click.echo(
-                f"{row['fleet']}: {row['updates_per_hour']:.1f} updates an hour, ${row['cost_per_update']:.3g} "
-                f"an update. {row['bottleneck']}"
-            )
-        for text, why in found["refused"].items():
-            click.echo(f"{text} cannot run it: {why}")
-        return
-    ends = "all updates" if found["finished"] else "the time is over"
-    click.echo(f"{found['updates']} updates in {found['hours']:.2f} h ({ends}), {found['kills']} kills")
-    click.echo(f"{found['updates_per_hour']:.1f} updates and {found['rollouts_per_hour']:.0f} rollouts an hour")
-    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found["staleness"].items())
-    click.echo(f"rollouts by age in updates: {ages}")
-    click.echo("busy: " + ", ".join(f"{role} {share:.0%}" for role, share in found["utilisation"].items()))
-    if "ettr" in found:
-        low, high = found["ettr_interval"]
-        click.echo(f"ETTR {found['ettr']:.3f} (95 % of the parts: {low:.3f} to {high:.3f})")
-    if found["cost"]:
-        click.echo(f"${found['cost']:.2f}, ${found['cost_per_update']:.4g} an update")
-    click.echo(found["bottleneck"])
-    for row in found.get("advice", ()):
-        click.echo(f"  {row['change']}: {row['gain']:+.1%} updates an hour")
+        return click.echo(json.dumps(found))
+    click.echo("\n".join(in_words(found)))
     if shown.run_dir is not None:
         click.echo(f"axl report {shown.run_dir} shows it")
+    return None
