@@ -70,7 +70,8 @@ def ranked(plans: Mapping[str, SimulationPlan], objective: str) -> list[dict[str
 def of_sizes(name: str, plan: SimulationPlan, counts: Iterable[int]) -> dict[str, SimulationPlan]:
     """Return a plan with each number of workers, by the fleet's name and that number."""
     sized = {count: dataclasses.replace(plan, cfg=plan.cfg.clone(workers=count)) for count in counts}
-    return {f"{name}, {count} workers".removeprefix(", "): one for count, one in sized.items()}
+    named = {f"{name}, {count} worker{'s' * (count > 1)}": one for count, one in sized.items()}
+    return {text.removeprefix(", "): one for text, one in named.items()}
 
 
 def worker_counts(text: str, most: int = 9) -> Sequence[int]:

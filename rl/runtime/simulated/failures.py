@@ -145,6 +145,15 @@ def read_trace(path: Path) -> list[Failure]:
     return found
 
 
+def read_rate(text: str) -> tuple[str, float]:
+    """Return role and failures an hour, of a text such as `worker=2` (UserError: of another form)."""
+    role, _, number = text.partition("=")
+    try:
+        return role, float(number)
+    except ValueError:
+        raise UserError(f"--rate {text!r}: expected ROLE=N, failures an hour") from None
+
+
 def synthetic(rates: Mapping[str, float], hours: float, seed: int = 0, *, back_s: float = 0.0) -> list[Failure]:
     """Return kills at random times (Poisson), by role: failures an hour of each role, of all workers together.
 

@@ -109,6 +109,7 @@ def command(
 
     with many_imports():
         from rl.runtime.simulated import advice
+        from rl.runtime.simulated.failures import read_rate
         from rl.runtime.simulated.sources.prices import read_prices
         from tools.fleet import load_placed
 
@@ -118,7 +119,7 @@ def command(
         raise UserError(_NO_PRICES)
     load = lambda fleet: load_placed(experiment, sets, None, applied, fleet)  # noqa: E731
     placed, refused = _fleets(load, how, None if by_workers else shown.search)
-    rates = dict(_rate(one) for one in how.rates)
+    rates = dict(map(read_rate, how.rates))
     plans = _plans(placed, how, prices, rates)
     if how.durations is None:
         edits = f" but {', '.join(how.edits)}" if how.edits else ""
@@ -169,7 +170,7 @@ def _fleets(
     from rl.runtime.simulated.sources.chips import fleets_that_fit, read_chips
 
     if (len(how.fleets) > 1 or chips is not None) and how.durations != "compiled":
-        given = "--fleet: several" if chips is None else f"--search {chips}: fleets"
+        given = f"--search {chips}: fleets" if chips else "--fleet: several"
         raise UserError(f"{given} have durations of their own; expected --durations compiled, or one fleet")
     if how.traces and how.rates:
         raise UserError("--trace and --rate are both of failures; expected one of them")
@@ -257,14 +258,6 @@ def _on_this_host(run: Path) -> Durations:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return calibrated_run(run, cores)
-
-
-def _rate(text: str) -> tuple[str, float]:
-    role, _, number = text.partition("=")
-    try:
-        return role, float(number)
-    except ValueError:
-        raise UserError(f"--rate {text!r}: expected ROLE=N, failures an hour") from None
 
 
 def _show(found: dict[str, Any], shown: ShownOptions) -> None:
