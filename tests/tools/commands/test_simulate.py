@@ -98,7 +98,7 @@ def test_failures_give_an_ettr(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         ),
         (["--fleet", "workers=cpu:1", "--fleet", "workers=cpu:2"], "--fleet: several have durations of their own"),
         (["--search", "v5e=4,v6e=4"], "--search v5e=4,v6e=4: fleets have durations of their own; expected --durations"),
-        (["--search", "v5e=4", "--durations", "compiled", "--workers", "3"], "expected no --workers"),
+        (["--search", "v5e=4", "--durations", "compiled", "--workers", "3"], "expected no --fleet and no --workers"),
         (["--search", "v5e=4", "--durations", "compiled", "--objective", "cost"], "no prices"),
         (["--search", "v5e=four", "--durations", "compiled"], "--search 'v5e=four': expected workers=FIRST..LAST"),
         (["--search", "v5=4", "--durations", "compiled"], "no TPU generation 'v5'"),

@@ -178,15 +178,8 @@ def _fleets(
         return {text or "": load(text) for text in how.fleets or (None,)}, {}
     numbers = read_chips(chips)
     if how.fleets or how.workers is not None:
-        given = "--fleet" if how.fleets else "--workers"
-        raise UserError(f"--search {chips} makes fleets of these chips; expected no {given}")
-
-    def fitting(fleet: str) -> Placed[Any]:
-        placed = load(fleet)
-        refuse(plan_fleet(placed))
-        return placed
-
-    return fleets_that_fit(numbers, fitting)
+        raise UserError(f"--search {chips} makes fleets of these chips; expected no --fleet and no --workers")
+    return fleets_that_fit(numbers, load, lambda placed: refuse(plan_fleet(placed)))
 
 
 def _plans(

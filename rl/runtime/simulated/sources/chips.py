@@ -38,7 +38,7 @@ def assignments(chips: Mapping[str, int]) -> Iterator[list[str]]:
 def fleets_that_fit[C](chips: Mapping[str, int], load: Callable[[str], C]) -> tuple[dict[str, C], dict[str, str]]:
     """Return for each pair of kinds the first fleet on which the experiment fits, and why there is none, by fleet.
 
-    `load`: places the experiment on a fleet; raises UserError where it does not fit.
+    `load`: places the experiment on a fleet; this, or `check`, raises UserError where it does not fit.
 
     Raises:
         UserError: it fits on none of them.
@@ -47,7 +47,8 @@ def fleets_that_fit[C](chips: Mapping[str, int], load: Callable[[str], C]) -> tu
     for fleets in assignments(chips):
         for text in fleets:
             try:
-                found[text] = load(text)
+                check(placed := load(text))
+                found[text] = placed
                 break
             except UserError as error:
                 why = str(error)
