@@ -115,7 +115,8 @@ def command(
 
     by_workers = shown.search is not None and shown.search.startswith("workers")
     prices = read_prices(how.prices)
-    if shown.objective == "cost" and how.durations == "compiled" and not prices and not how.edits:
+    known = bool(prices) or how.durations != "compiled" or any("_price" in edit for edit in how.edits)
+    if shown.objective == "cost" and not known:
         raise UserError(_NO_PRICES)
     load = lambda fleet: load_placed(experiment, sets, None, applied, fleet)  # noqa: E731
     placed, refused = _fleets(load, how, None if by_workers else shown.search)
@@ -133,8 +134,8 @@ def command(
         sized = [advice.of_sizes(name, plan, counts) for name, plan in plans.items()]
         plans = {name: plan for one in sized for name, plan in one.items()}
     if len(plans) > 1 or shown.search is not None:
-        known = [plan.durations for plan in plans.values()]
-        if shown.objective == "cost" and not all(d.worker_price or d.trainer_price for d in known):
+        durations = [plan.durations for plan in plans.values()]
+        if shown.objective == "cost" and not all(d.worker_price or d.trainer_price for d in durations):
             raise UserError(_NO_PRICES)
         rows = advice.ranked(plans, shown.objective)
         return _show({"objective": shown.objective, "fleets": rows, "refused": refused}, shown)

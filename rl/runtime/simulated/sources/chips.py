@@ -35,7 +35,9 @@ def assignments(chips: Mapping[str, int]) -> Iterator[list[str]]:
                 yield [f"trainer={trainer[-1]},workers={number}x{one}" for number, one in workers]
 
 
-def fleets_that_fit[C](chips: Mapping[str, int], load: Callable[[str], C]) -> tuple[dict[str, C], dict[str, str]]:
+def fleets_that_fit[C](
+    chips: Mapping[str, int], load: Callable[[str], C], check: Callable[[C], None] = lambda placed: None
+) -> tuple[dict[str, C], dict[str, str]]:
     """Return for each pair of kinds the first fleet on which the experiment fits, and why there is none, by fleet.
 
     `load`: places the experiment on a fleet; this, or `check`, raises UserError where it does not fit.
