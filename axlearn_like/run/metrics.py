@@ -26,34 +26,51 @@ def read_rows(path: str | Path, events: Collection[str] = ()) -> list[dict[str, 
     Raises:
         UserError: a line that has an end is not a JSON object, or it cannot be read.
     """
-    named = [f'"{event}"'.encode() for event in events]
-    lines = enumerate(_read_lines(Path(path)), start=1)
-    chosen = ((number, line) for number, line in lines if not named or any(name in line for name in named))
-    rows = [row for number, line in chosen for row in _parse_line(path, number, line)]
-    return [row for row in rows if row.get("event") in events] if events else rows
+    content = _read(Path(path))
+    if not events:
+        return [row for at, line in enumerate(content.split(b"\n"), 1) for row in _parse_line(path, at, line)]
+    rows = list[dict[str, Any]]()
+    for start in _starts(content, [f'"{event}"'.encode() for event in events]):
+        end = content.find(b"\n", start)
+        line = content[start : len(content) if end < 0 else end]
+        rows += _parse_line(path, lambda start=start: content.count(b"\n", 0, start) + 1, line)
+    return [row for row in rows if row.get("event") in events]
+
+
+def _starts(content: bytes, words: list[bytes]) -> list[int]:
+    """Return where the lines begin that have one of the words."""
+    found = set[int]()
+    for word in words:
+        at = content.find(word)
+        while at >= 0:
+            found.add(content.rfind(b"\n", 0, at) + 1)
+            end = content.find(b"\n", at)
+            at = content.find(word, end) if end >= 0 else -1
+    return sorted(found)
 
 
 def newest_rows(path: str | Path, phase: str, *, count: int) -> list[dict[str, Any]]:
     """Return the last `count` rows of a phase, in their order, without parsing those before (UserError: see above)."""
     found: list[dict[str, Any]] = []
-    lines = _read_lines(Path(path))
+    lines = _read(Path(path)).split(b"\n")
     while lines and len(found) < count:
         rows = _parse_line(path, len(lines), lines.pop())
         found += [row for row in rows if row["phase"] == phase]
     return found[::-1]
 
 
-def _read_lines(path: Path) -> list[bytes]:
+def _read(path: Path) -> bytes:
     try:
-        return read_bounded(path, ROWS).split(b"\n") if path.exists() else []
+        return read_bounded(path, ROWS) if path.exists() else b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _parse_line(path: str | Path, number: int, line: bytes) -> list[dict[str, Any]]:
+def _parse_line(path: str | Path, number: int | Callable[[], int], line: bytes) -> list[dict[str, Any]]:
     try:
         return parse_row(line)
     except ValueError as error:
+        number = number if isinstance(number, int) else number()
         raise UserError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
 
 
@@ -132,8 +149,8 @@ class MetricsWriter:
 
     def _repair(self, resume_step: int | None) -> None:
         """Drop what a killed writer has torn, and the rows of this phase beyond a step."""
-        lines = _read_lines(self.path)
-        torn = bool(lines and lines[-1])
+        lines = _read(self.path).split(b"\n")
+        torn = bool(lines[-1])
         if torn:  # the row may be whole but for the end of its line
             lines[-1:] = [lines[-1], b""] if _parse_line(self.path, len(lines), lines[-1]) else [b""]
         beyond = set[int]() if resume_step is None else self._beyond(lines, resume_step)

@@ -123,6 +123,8 @@ class RoleProcess:
     def prepare(self, services: dict[str, Any], name: str) -> str:
         """Build and compile what a later `run` needs, in the place of a process that dies; returns this process's id.
 
+        A spare of the trainer that is prepared compiles its programs for the newest batch, too, whose shape may be new.
+
         Args:
             name: name in events until then.
         """
@@ -131,6 +133,8 @@ class RoleProcess:
                 self._at.services, self._at.name = services, name
                 self._prepare_to_run()
                 self._prepared_as = name
+            elif self._at.kind == "trainer":
+                self._rehearse()
         return self._incarnation
 
     def _prepare_to_run(self) -> None:
@@ -142,8 +146,12 @@ class RoleProcess:
         self._at.processes = self._joined_trainer(cfg, "")
         self._at.states = states_config(cfg).build(token=self._at.token)
         self._announce()
-        controller = self._at.connected(self._experiment).controller
-        return rehearse(self._experiment, self._at.run, controller, self._at.states)
+        return self._rehearse()
+
+    def _rehearse(self) -> None:
+        controller, states = self._at.connected(self._experiment).controller, self._at.states
+        assert states is not None, "prepare"
+        rehearse(self._experiment, self._at.run, controller, states, lambda: self._loop is not None)
 
     def run(self, services: dict[str, Any], meeting: str, name: str, term: int, driver: int = 0) -> dict[str, Any]:
         """Run the loop of the role until it ends; returns which process this is, and if it is about to exit.

@@ -8,7 +8,7 @@ a state and a batch of the run, of which nothing remains.
 
 import json
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -132,16 +132,26 @@ class TrainerStates:
         self._events.append("trainer", "mirrored", version=snapshot.version, nbytes=snapshot.copied, seconds=seconds)
 
 
-def rehearse(experiment: RLExperiment, run: RunDirectory, controller: BatchSource, held: ParameterServer) -> None:
+def rehearse(
+    experiment: RLExperiment,
+    run: RunDirectory,
+    controller: BatchSource,
+    held: ParameterServer,
+    over: Callable[[], bool],
+) -> None:
     """Make one update of the run aside, on its own state and batch, so that this process has all of its programs.
 
     Args:
         run: the run directory, which is only read.
         controller: the controller, of which batches are only read.
         held: states of the trainer.
+        over: the process has taken over; nothing is made then.
     """
     cfg = remade_config(experiment.cfg)
-    version, source = _next_batch(controller, _directory(held))
+    found = _next_batch(controller, _directory(held), over)
+    if found is None:
+        return
+    version, source = found
     with scratch("standby") as folder, RunDirectory.open(folder / "run", to_text(cfg)) as aside:
         states = TrainerStates(held, None, EventLog(aside.events_path), version)
         services = TrainerServices(source, connect_local(cfg.parameter_server.build()), states=states)
@@ -151,10 +161,12 @@ def rehearse(experiment: RLExperiment, run: RunDirectory, controller: BatchSourc
             trainer.settle()
 
 
-def _next_batch(controller: BatchSource, directory: Directory) -> tuple[int, GivenBatch]:
+def _next_batch(
+    controller: BatchSource, directory: Directory, over: Callable[[], bool]
+) -> tuple[int, GivenBatch] | None:
     """Return the newest version whose state is held, and pinned here, with the batch that updates it."""
     version, wait = -1, _WAIT
-    while True:
+    while not over():
         if (newest := directory.newer(version, wait)) < 0:
             continue
         if newest > version:
@@ -167,6 +179,7 @@ def _next_batch(controller: BatchSource, directory: Directory) -> tuple[int, Giv
         if groups is not None and plan is not None:
             return version, GivenBatch(version, groups, plan)
         wait = 0.0
+    return None
 
 
 def _directory(server: ParameterServer) -> Directory:

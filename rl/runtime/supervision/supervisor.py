@@ -133,6 +133,7 @@ class Supervisor:
             return name
         if name in self._former:
             self._former[spare] = self._former.pop(name)
+        self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] != spare}
         self._roles.exchange(name, spare)
         self._health.exchange(name, spare)
         self._log.append("driver", "takeover", target=name, spare=spare)
@@ -142,8 +143,11 @@ class Supervisor:
     def _prepare_spares(self) -> None:
         for name in [name for name, step in self._unprepared.items() if self.step > step]:
             del self._unprepared[name]
-            preparing = self._calls.invoke(self._roles.loops[name], "prepare", self._roles.called(), name)
-            self._waiting[preparing] = (name, "preparation")
+            self._prepare(name)
+
+    def _prepare(self, name: str) -> None:
+        preparing = self._calls.invoke(self._roles.loops[name], "prepare", self._roles.called(), name)
+        self._waiting[preparing] = (name, "preparation")
 
     def _begin_others(self) -> None:
         """Start the loops of workers and reference, once: what they need is there after the trainer's warm start."""
@@ -165,8 +169,9 @@ class Supervisor:
         if what == "loop":
             return self._note_return(name, value)
         if what == "preparation":
-            self._roles.ready.add(name)
-            self._log.append("driver", "ready", target=name)
+            if name not in self._roles.ready:
+                self._roles.ready.add(name)
+                self._log.append("driver", "ready", target=name)
             return None
         if what == "meeting":
             self._roles.groups[name].begin()
@@ -278,6 +283,9 @@ class Supervisor:
         match row["event"]:
             case "start" if row["role"] == self._roles.trainer.leader:
                 self._begin_others()
+            case "compile" if row["role"] == self._roles.trainer.leader:  # a batch of another shape
+                for name in [name for name in self._roles.ready if self._roles.spares[name] == "trainer"]:
+                    self._prepare(name)
             case "waiting":
                 self._say(f"waiting {row['seconds']:.0f} s for {row['what']} ({row['who']})")
             case "silent":

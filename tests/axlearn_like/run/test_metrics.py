@@ -82,6 +82,9 @@ def test_only_rows_of_some_events_are_parsed(tmp_path):
     assert read_rows(path, ["a"]) == [{"event": "a"}, {"event": "a"}]
     with pytest.raises(UserError, match="line 2"):
         read_rows(path)
+    path.write_text('{"event": "b"}\n{"event": "a", }\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_rows(path, ["a"])
 
 
 def test_a_line_broken_in_the_middle_is_an_error_that_names_it(tmp_path):
