@@ -8,19 +8,23 @@ in any module of this package adds one. Their files are the user's, by path; not
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from experiments.registry import Entry, read_entries
+from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.datasets import rows
 from rl.tasks.rows.task_rows import TaskRows
-from rl.verification.scorers import Scorer
+from rl.tasks.source import ProblemSource
+from rl.verification.scorers import ReasoningGymScorer, Scorer
+from rl.verification.service import Verifier
+from rl.verification.verifiers.by_task import ByTask, labels_of
 from rl.verification.verifiers.code import CodeVerifier
 
-__all__ = ["Dataset", "dataset", "find_dataset", "humaneval", "known_datasets"]
+__all__ = ["Dataset", "dataset", "find_dataset", "humaneval", "known_datasets", "named_tasks", "verifier_of"]
 
 Verify = Callable[[TaskMixture.Config], Scorer.Config]
 
@@ -64,6 +68,28 @@ def find_dataset(name: str) -> Dataset | None:
     if name in known_datasets():
         importlib.import_module(known_datasets()[name].module)
     return _imported.get(name)
+
+
+def named_tasks(parts: Sequence[str]) -> TaskMixture.Config:
+    """Return the mixture of "NAME=FILE" and families of reasoning-gym, of whose rows all are held out."""
+    families: list[ProblemSource.Config] = []
+    for part in parts:
+        label, equals, file = part.partition("=")
+        if not equals:
+            families.append(TaskFamily.Config(name=label))
+            continue
+        published = find_dataset(label)
+        family = rows(file).set(label=label) if published is None else published.rows(file)
+        families.append(family.set(heldout=family.rows.clone()))
+    return TaskMixture.Config(families=tuple(families))
+
+
+def verifier_of(tasks: TaskMixture.Config) -> Verifier.Config:
+    """Return the verifier of tasks: of published datasets their own, of the others what the rows' columns say."""
+    other = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
+    found = {label: published for label in labels_of(tasks) if (published := find_dataset(label))}
+    scorers = {label: published.verifier(tasks) for label, published in found.items() if published.verifier}
+    return Verifier.Config(scorer=ByTask.Config(mixture=tasks, scorers=scorers, other=other) if scorers else other)
 
 
 def by_tests(mixture: TaskMixture.Config) -> CodeVerifier.Config:

@@ -1,5 +1,6 @@
-"""Queries that nobody trusts, on SQLite: an authorizer lets them read, or write in memory; a clock ends them."""
+"""Queries that nobody trusts, on SQLite: they may read, or write in memory; their time and memory have limits."""
 
+import itertools
 import sqlite3
 import time
 from typing import Any, NamedTuple
@@ -14,8 +15,17 @@ _WRITING = (
 )
 # Files, code, and values that differ from call to call.
 _REFUSED = ("load_extension", "readfile", "writefile", "edit", "fts3_tokenizer", "random", "randomblob")
-_STEPS = 1000  # steps of SQLite's machine between two looks at the clock
-_LONGEST_VALUE = 1 << 20  # bytes
+_STEPS = 100  # steps of SQLite's machine between two looks at the clock
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+    # Bytes of a value. The clock cannot end a function, and some take the product of the lengths of two values.
+    sqlite3.SQLITE_LIMIT_LENGTH: 1 << 16,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1 << 8,
+}
+_LARGEST_RESULT = 1 << 24  # bytes of texts and blobs in the rows of a query
+# Bytes that SQLite takes in a process, databases in memory included: a short query may ask for a plan without end.
+_LARGEST_HEAP = 1 << 30
+_PRAGMAS = ("max_page_count", "page_size", "hard_heap_limit", "soft_heap_limit")  # limits that a script may not set
 _SCRIPT_SECONDS = 10.0  # limit of a script that makes a database
 _SCRIPT_PAGES = 1 << 16  # limit of 4 KiB pages in a scripted database
 
@@ -36,10 +46,10 @@ def memory_database(script: str) -> sqlite3.Connection:
     """Return a database in memory that a script makes. The script may be anyone's: it opens and writes no file.
 
     Raises:
-        sqlite3.Error: the script is wrong, names a file (ATTACH, VACUUM INTO), takes over 10 s or makes over 256 MiB.
+        sqlite3.Error: the script is wrong, names a file (ATTACH, VACUUM INTO), takes over 10 s or makes over 256 MiB,
+            or a value over 64 KiB.
     """
-    connection = sqlite3.connect(":memory:", check_same_thread=False)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+    connection = _limited(sqlite3.connect(":memory:", check_same_thread=False))
     connection.execute(f"PRAGMA max_page_count={_SCRIPT_PAGES}")
     connection.set_authorizer(_authorize_script)
     due = time.monotonic() + _SCRIPT_SECONDS
@@ -50,6 +60,8 @@ def memory_database(script: str) -> sqlite3.Connection:
         connection.close()
         if time.monotonic() > due and isinstance(error, sqlite3.OperationalError):
             raise sqlite3.OperationalError(f"the script is not done after {_SCRIPT_SECONDS:g} s") from error
+        if isinstance(error, MemoryError):
+            raise _out_of_memory() from error
         raise
     connection.set_progress_handler(None, 0)
     connection.set_authorizer(None)
@@ -58,9 +70,7 @@ def memory_database(script: str) -> sqlite3.Connection:
 
 def read_only(connection: sqlite3.Connection) -> sqlite3.Connection:
     """Return the connection, by which nothing can be written, attached or loaded any more."""
-    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-    connection.set_authorizer(_authorize)
+    _limited(connection).set_authorizer(_authorize)
     return connection
 
 
@@ -88,14 +98,16 @@ def query(connection: sqlite3.Connection, text: str, *, max_rows: int, seconds: 
     """Run a query of a connection that is `read_only`.
 
     Raises:
-        sqlite3.Error: the query is wrong, or does more than reading.
+        sqlite3.Error: the query is wrong, does more than reading, or takes too much memory.
         QueryTimeout: it is not done after so many seconds.
     """
     due = time.monotonic() + seconds
     connection.set_progress_handler(lambda: time.monotonic() > due, _STEPS)
     try:
         cursor = connection.execute(text)
-        rows = cursor.fetchmany(max_rows + 1)
+        rows = _rows(cursor, max_rows + 1)
+    except MemoryError as error:
+        raise _out_of_memory() from error
     except sqlite3.OperationalError as error:
         if time.monotonic() > due:
             raise QueryTimeout(f"not done after {seconds:g} s") from error
@@ -107,8 +119,30 @@ def query(connection: sqlite3.Connection, text: str, *, max_rows: int, seconds: 
     return Result(names, rows[:max_rows], len(rows) > max_rows)
 
 
+def _limited(connection: sqlite3.Connection) -> sqlite3.Connection:
+    for limit, value in _LIMITS.items():
+        connection.setlimit(limit, value)
+    connection.execute(f"PRAGMA hard_heap_limit={_LARGEST_HEAP}")
+    return connection
+
+
+def _rows(cursor: sqlite3.Cursor, most: int) -> list[tuple[Any, ...]]:
+    rows: list[tuple[Any, ...]] = []
+    room = _LARGEST_RESULT
+    for row in itertools.islice(cursor, most):
+        rows.append(row)
+        room -= sum(len(cell) for cell in row if isinstance(cell, str | bytes))
+        if room < 0:
+            raise sqlite3.DataError(f"the result is larger than {_LARGEST_RESULT >> 20} MiB")
+    return rows
+
+
+def _out_of_memory() -> sqlite3.OperationalError:
+    return sqlite3.OperationalError(f"out of memory: SQLite may take {_LARGEST_HEAP >> 20} MiB in a process")
+
+
 def _authorize_script(action: int, first: str | None, *_: str | None) -> int:
-    limit = action == sqlite3.SQLITE_PRAGMA and str(first).lower() in ("max_page_count", "page_size")
+    limit = action == sqlite3.SQLITE_PRAGMA and str(first).lower() in _PRAGMAS
     return sqlite3.SQLITE_DENY if limit else sqlite3.SQLITE_OK
 
 

@@ -78,7 +78,7 @@ class QueryChecker(ArgumentChecker):
         self._text += text
         try:
             self._connection.execute(f"EXPLAIN {self._text}").close()
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
             whole = not text.endswith("\n")
             return f"{type(error).__name__}: {error}" if _hopeless(str(error), self._text, whole) else ""
         return ""

@@ -5,6 +5,7 @@ comments in them do not reach a prompt. Values in examples are masked.
 """
 
 import contextlib
+import functools
 import re
 import sqlite3
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def outline(statements: str) -> str:
         raise InputError(f"the schema does not run: {error}") from None
 
 
+@functools.lru_cache(maxsize=4096)  # an example is in many prompts
 def masked(example: Example) -> Example:
     """Return an example without the values that its query names: `...` in their place, in the question too.
 

@@ -8,14 +8,21 @@ from typing import Any
 
 import numpy as np
 
+from axlearn_like.config import ConfigBase, to_text
 from axlearn_like.run.metrics import read_rows
 from mesh.errors import UserError
 from mesh.files.written import open_written, replace_file
 from rl.protocol.messages import Problem
+from rl.tasks.mixture import TaskMixture
 
 Row = dict[str, Any]
 SAMPLES = "samples.jsonl"
 _RECORD, _RESULT = "evaluation.json", "result.json"
+
+
+def record_of(tasks_cfg: TaskMixture.Config, tasks: TaskMixture, verifier: ConfigBase[Any]) -> dict[str, Any]:
+    """Return what the answers of a folder depend on beside the policy and numbers: tasks, data, verifier."""
+    return {"tasks": to_text(tasks_cfg), "data": tasks.digests(), "verifier": to_text(verifier)}
 
 
 class Samples:

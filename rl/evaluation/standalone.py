@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,11 +30,30 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.prompts import PromptMaker
+from rl.tasks.skipped import SkippedProblems
+
+
+class Answering(Protocol):
+    """A policy that answers problems: of this process, or at an endpoint (`served`)."""
+
+    @property
+    def at_once(self) -> int:
+        """Return how many problems it gets at a time."""
+        ...
+
+    @property
+    def skipped(self) -> SkippedProblems:
+        """Return what is left out."""
+        ...
+
+    def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:
+        """Answer problems, `count` times each, and yield a row for each; `seed` is of the draws."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Respondent:
-    """A policy that answers problems, and what scores its answers."""
+    """A policy of this process that answers problems, and what scores its answers."""
 
     engine: RolloutEngine
     tokenizer: Tokenizer
@@ -46,6 +65,11 @@ class Respondent:
     graph: GraphRollouts | None = None  # answers are plans whose nodes are drawn in parallel; None: they are not
     # Tokens by problem id, as the same keys have drawn them from another policy: drafts (`earlier_tokens`)
     earlier: Mapping[int, tuple[np.ndarray, ...]] = dataclasses.field(default_factory=dict[int, tuple[np.ndarray, ...]])
+
+    @property
+    def skipped(self) -> SkippedProblems:
+        """Problems that are left out."""
+        return self.maker.skipped
 
     def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:
         """Answer problems, `count` times each, and yield a row for each; `seed` is of the draws."""
@@ -61,17 +85,17 @@ class Respondent:
         if self.graph is not None:
             rollouts = list(self.graph.recorded(rollouts))
         answers, scores = score_rollouts(self.verifier, rollouts, self.tokenizer)
-        for number, problem in enumerate(problems):
-            mine = slice(number * count, (number + 1) * count)
-            shown = [transcript(rollout, self.tokenizer, problem) for rollout in rollouts[mine]]
-            yield _row(problem, rollouts[mine], answers[mine], scores[mine], shown)
+        asked = [problem for problem in problems for _ in range(count)]
+        shown = [transcript(one, self.tokenizer, problem) for one, problem in zip(rollouts, asked, strict=False)]
+        drawn = len(asked)  # nodes of plans follow
+        yield from answer_rows(problems, rollouts[:drawn], answers[:drawn], scores[:drawn], shown)
 
 
 def evaluate(
     samples: Samples,
     problems: Sequence[Problem],
     tasks: TaskMixture,
-    respondent: Respondent,
+    respondent: Answering,
     *,
     count: int,
     ks: Sequence[int],
@@ -92,7 +116,7 @@ def evaluate(
         for number, row in enumerate(respondent.answers(part, count, seed), start=first + 1):
             samples.append(row)
             progress(number)
-    return conclude(samples, problems, tasks, maker=respondent.maker, ks=ks, seed=seed)
+    return conclude(samples, problems, tasks, skipped=respondent.skipped, ks=ks, seed=seed)
 
 
 def conclude(
@@ -100,13 +124,13 @@ def conclude(
     problems: Sequence[Problem],
     tasks: TaskMixture,
     *,
-    maker: PromptMaker,
+    skipped: SkippedProblems,
     ks: Sequence[int],
     seed: int,
 ) -> dict[str, Any]:
     """Write and return the figures of problems that are all answered; the arguments are those of `evaluate`."""
     found = figures(samples.rows(), problems, tasks, ks=ks, seed=seed)
-    result = {"policy": samples.policy, **found, "left_out": maker.skipped.counts()}
+    result = {"policy": samples.policy, **found, "left_out": skipped.counts()}
     samples.finish(result)
     return result
 
@@ -181,13 +205,18 @@ def _by_question(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
     return found
 
 
-def _row(
-    problem: Problem,
+def answer_rows(
+    problems: Sequence[Problem],
     rollouts: Sequence[Rollout],
     answers: Sequence[str],
     scores: Sequence[Score],
     shown: Sequence[Row],
-) -> Row:
+) -> Iterator[Row]:
+    """Yield the row of each problem, of which the others have as many, one after the other.
+
+    Args:
+        shown: what is added to each sample.
+    """
     drawn = [
         {
             "answer": answer,
@@ -202,5 +231,7 @@ def _row(
         }
         for rollout, answer, score, more in zip(rollouts, answers, scores, shown, strict=True)
     ]
-    head = {"problem": problem.id, "family": problem.family, "question": problem.question}
-    return {**head, "expected": problem.answer, "samples": drawn}
+    count = len(drawn) // max(1, len(problems))
+    for number, problem in enumerate(problems):
+        head = {"problem": problem.id, "family": problem.family, "question": problem.question}
+        yield {**head, "expected": problem.answer, "samples": drawn[number * count : (number + 1) * count]}

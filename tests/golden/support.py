@@ -31,7 +31,7 @@ MEASURED = {
     **dict.fromkeys(("demo_dpo", "demo_ipo", "demo_orpo", "demo_simpo", "demo_kto"), "how-to/align.md"),
     **dict.fromkeys(("demo_sft", "demo_distillation"), "how-to/distil.md"),
     "small_llama": "how-to/small-model.md",
-    "text_to_sql": "how-to/text-to-sql.md",
+    "text_to_sql": "benchmarks/text-to-sql.md",
 }
 _LENGTH = 4096
 _OTHER = "not Splash: for TPUs, not for gpu"  # said of every model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +12,14 @@ import click
 
 from mesh.errors import UserError, printable
 from tools.commands import options_as
-from tools.experiment import LocalPath, find_policy, text_options, trust_place
+from tools.experiment import LocalPath, apply_edits, find_policy, text_options, trust_place
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
-    from rl.serving.policy import SavedWeights, ServedModel
+    from rl.serving.policy import ServedModel
 
 _PROBLEMS = 96  # problems of an endless family
+_URLS = ("http://", "https://")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,10 @@ class Drawing:
 def command(
     drawing: Drawing, name: str, named: tuple[str, ...], out: Path | None, against: Path | None, as_json: bool
 ) -> None:
-    """Evaluate the policy of NAME: RUN, RUN@best, RUN@STEP, an experiment (its run in runs/), or a model.
+    """Evaluate the policy of NAME: RUN, RUN@best, RUN@STEP, an experiment (its run in runs/), a model, or an endpoint.
+
+    An endpoint is its address, such as http://127.0.0.1:8000/v1 of axl serve, with --set model=NAME, and is asked by
+    OpenAI's chat completions.
 
     Answers go to samples.jsonl in the folder as they come, the figures to result.json. The same command goes on after
     it was stopped, and gives the same files. pass@k is unbiased, with 95 % intervals by the bootstrap over problems
@@ -98,6 +103,8 @@ def _label(name: str) -> str:
     """Return the name of a policy's folder: of a version of a run `RUN@STEP`, so that no two share one."""
     from axlearn_like.checkpoint.versions import label, split_version
 
+    if name.startswith(_URLS):
+        return re.sub(r"\W+", "-", name.partition("://")[2]).strip("-")
     if split_version(name)[0].is_dir():
         from rl.serving.policy import find_run, newest_weights
 
@@ -119,14 +126,17 @@ def evaluate_policy(
         drawing: how answers are drawn.
         near: folder of another policy's evaluation, whose samples are drafts where they have the same noise.
     """
+    if name.startswith(_URLS):
+        return _evaluate_endpoint(name, named, folder, drawing)
     cfg, weights, _ = find_policy(name, drawing.sets, random_weights=drawing.untrained, command="eval")
     tasks_cfg, verifier_cfg = _tasks(cfg, named, drawing.verifier)
     from rl.environments.roles import check_alone
 
     check_alone(tasks_cfg)
+    from axlearn_like.config import to_text
     from axlearn_like.run.progress import Progress
     from mesh.programs.compilation import enable_compilation_cache
-    from rl.evaluation.samples import Samples, earlier_tokens
+    from rl.evaluation.samples import Samples, earlier_tokens, record_of
     from rl.evaluation.standalone import Respondent, conclude, evaluate
     from rl.rollout.agent_loops.episodes import Episodes
     from rl.serving.policy import make_engine
@@ -143,10 +153,17 @@ def evaluate_policy(
     problems = tasks.for_evaluation(drawing.most, _PROBLEMS)
     for line in skipped_text(maker.skipped.counts()):
         click.echo(f"note: {printable(line)}", err=True)
-    opened = Samples(folder, _record(cfg, weights, tasks_cfg, tasks.digests(), verifier_cfg, drawing, len(problems)))
+    policy = {
+        "policy": "as it begins" if weights is None else f"{weights.path} (version {weights.version})",
+        "sampler": to_text(cfg.sampler),
+        "sizes": [cfg.max_prompt_tokens, cfg.max_new_tokens],
+        **{name: to_text(one) for name in ("interruption", "graph") if (one := getattr(cfg, name, None)) is not None},
+    }
+    asked = {"problems": len(problems), "samples": drawing.samples, "seed": drawing.seed}
+    opened = Samples(folder, policy | record_of(tasks_cfg, tasks, verifier_cfg) | asked)
     if opened.answered(problems) == len(problems):
         click.echo(f"finished before: {folder} has all answers; nothing is sampled again", err=True)
-        return conclude(opened, problems, tasks, maker=maker, ks=drawing.ks, seed=drawing.seed)
+        return conclude(opened, problems, tasks, skipped=maker.skipped, ks=drawing.ks, seed=drawing.seed)
     at_once = max(1, 2 * experiment.engine_cfg.max_num_seqs // drawing.samples)
     drawn: dict[str, Any] = {"count": drawing.samples, "ks": drawing.ks, "seed": drawing.seed}
     if (interruption := getattr(cfg, "interruption", None)) is not None:
@@ -168,80 +185,40 @@ def evaluate_policy(
                     episodes.close()
 
 
-def _record(
-    cfg: Any, weights: SavedWeights | None, tasks: Any, data: Any, verifier: Any, drawing: Drawing, problems: int
-) -> dict[str, Any]:
-    """Return what the answers of a folder depend on: another evaluation is refused there."""
-    from axlearn_like.config import to_text
+def _evaluate_endpoint(url: str, named: tuple[str, ...], folder: Path, drawing: Drawing) -> dict[str, Any]:
+    from rl.evaluation.served import ServedPolicy, evaluate_served
 
-    loops = {name: getattr(cfg, name, None) for name in ("interruption", "graph")}
-    return {
-        "policy": "as it begins" if weights is None else f"{weights.path} (version {weights.version})",
-        "tasks": to_text(tasks),
-        "data": data,
-        "verifier": to_text(verifier),
-        "sampler": to_text(cfg.sampler),
-        "sizes": [cfg.max_prompt_tokens, cfg.max_new_tokens],
-        "problems": problems,
-        "samples": drawing.samples,
-        "seed": drawing.seed,
-        **{name: to_text(loop) for name, loop in loops.items() if loop is not None},
-    }
+    cfg = ServedPolicy.Config(url=url)
+    apply_edits(cfg, drawing.sets)
+    if drawing.temperature is not None:
+        cfg.temperature = drawing.temperature
+    tasks, verifier = _tasks(cfg, named, drawing.verifier)
+    drawn: dict[str, Any] = {"count": drawing.samples, "ks": drawing.ks, "seed": drawing.seed}
+    return evaluate_served(cfg, tasks, verifier, folder, most=drawing.most, default=_PROBLEMS, **drawn)
 
 
 def _tasks(cfg: Any, named: tuple[str, ...], verifier: str | None) -> tuple[Any, Any]:
     """Return the configs of the tasks and of their verifier."""
-    from experiments.datasets import find_dataset
-    from rl.tasks.mixture import TaskMixture
-    from rl.verification.scorers import ReasoningGymScorer
-    from rl.verification.service import Verifier
-    from rl.verification.verifiers.by_task import ByTask, labels_of
+    from axlearn_like.config.declared import place_of
+    from experiments.datasets import named_tasks, verifier_of
+    from experiments.registry import find
 
-    own = getattr(cfg, "tasks", None)
-    if not named:
-        if not isinstance(own, TaskMixture.Config):
+    parts = [part for text in named for part in text.split(",")]
+    tasks: Any
+    if not parts:
+        tasks = getattr(cfg, "tasks", None)
+        if tasks is None:
             raise UserError("there are no tasks to evaluate on: name some, as --tasks gsm8k=FILE")
-        tasks = own
+    elif len(parts) == 1 and ":" in parts[0] and "=" not in parts[0]:
+        trust_place(parts[0])
+        tasks = find(parts[0])()
     else:
-        tasks = _named_tasks([part for text in named for part in text.split(",")])
+        tasks = named_tasks(parts)
     if verifier is not None:
-        from axlearn_like.config.declared import place_of
-        from experiments.registry import find
-
         verifier = verifier if ":" in verifier else place_of("verifiers", verifier)
         trust_place(verifier)
         return tasks, find(verifier)(tasks)
-    if not named and hasattr(cfg, "verifier"):
-        return tasks, cfg.verifier
-    other = ReasoningGymScorer.Config(mixture=tasks, pass_mark=1.0)
-    found = {label: published for label in labels_of(tasks) if (published := find_dataset(label))}
-    scorers = {label: published.verifier(tasks) for label, published in found.items() if published.verifier}
-    scorer = ByTask.Config(mixture=tasks, scorers=scorers, other=other) if scorers else other
-    return tasks, Verifier.Config(scorer=scorer)
-
-
-def _named_tasks(parts: list[str]) -> Any:
-    """Return the mixture of tasks named on the command line; all rows of a file are held out."""
-    from experiments.datasets import find_dataset
-    from rl.tasks.family import TaskFamily
-    from rl.tasks.mixture import TaskMixture
-    from rl.tasks.rows.datasets import rows
-
-    if len(parts) == 1 and ":" in parts[0] and "=" not in parts[0]:
-        from experiments.registry import find
-
-        trust_place(parts[0])
-        return find(parts[0])()
-    families: list[Any] = []
-    for part in parts:
-        label, equals, file = part.partition("=")
-        if not equals:
-            families.append(TaskFamily.Config(name=label))
-            continue
-        published = find_dataset(label)
-        family = rows(file).set(label=label) if published is None else published.rows(file)
-        families.append(family.set(heldout=family.rows.clone()))
-    return TaskMixture.Config(families=tuple(families))
+    return tasks, cfg.verifier if not parts and hasattr(cfg, "verifier") else verifier_of(tasks)
 
 
 def _print(result: dict[str, Any], ks: tuple[int, ...]) -> None:

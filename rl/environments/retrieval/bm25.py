@@ -49,15 +49,17 @@ def rank(query: str, count: int, parts: Sequence[Part]) -> list[tuple[int, int, 
     lengths = [index.lengths if seen is None else index.lengths[seen] for index, seen in parts]
     texts = sum(map(len, lengths))
     mean = sum(int(each.sum()) for each in lengths) / max(texts, 1) or 1.0
-    scores: dict[tuple[int, int], float] = {}
+    scores = [np.zeros(len(index.lengths)) for index, _ in parts]
     for word, times in Counter(words(query)).items():
         postings = [index.postings(word, seen) for index, seen in parts]
         holding = sum(len(numbers) for numbers, _ in postings)
         weight = times * math.log(1 + (texts - holding + 0.5) / (holding + 0.5))
-        for part, ((index, _), (numbers, found)) in enumerate(zip(parts, postings, strict=True)):
+        for total, (index, _), (numbers, found) in zip(scores, parts, postings, strict=True):
             scale = index.k1 * (1 - index.b + index.b * index.lengths[numbers] / mean)
-            shares = weight * (found * (index.k1 + 1) / (found + scale))
-            for number, share in zip(numbers.tolist(), shares.tolist(), strict=True):
-                scores[part, number] = scores.get((part, number), 0.0) + share
-    best = sorted(scores.items(), key=lambda one: (-one[1], one[0]))[:count]
-    return [(part, number, score) for (part, number), score in best]
+            total[numbers] += weight * (found * (index.k1 + 1) / (found + scale))
+    best: list[tuple[int, int, float]] = []
+    for part, total in enumerate(scores):
+        holders = np.flatnonzero(total)
+        first = holders[np.argsort(-total[holders], kind="stable")[:count]].tolist()
+        best += [(part, number, float(total[number])) for number in first]
+    return sorted(best, key=lambda one: -one[2])[:count]

@@ -8,7 +8,7 @@ from mesh.errors import did_you_mean
 from rl.protocol.messages import Details
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.source import ProblemSource
-from rl.verification.scorers import Scorer, TaskScorer
+from rl.verification.scorers import Scorer
 
 
 def labels_of(mixture: TaskMixture.Config) -> list[str]:
@@ -16,10 +16,10 @@ def labels_of(mixture: TaskMixture.Config) -> list[str]:
     return [family.title for family in mixture.families if isinstance(family, ProblemSource.Config)]
 
 
-class ByTask(TaskScorer):
+class ByTask(Scorer):
     """The score of an answer by the scorer of its problem's task, or by `other`."""
 
-    class Config(TaskScorer.Config):
+    class Config(Scorer.Config):
         mixture: TaskMixture.Config = REQUIRED  # equal to the tasks that drew the problems
         scorers: dict[str, Scorer.Config] = REQUIRED  # scorers by the label of the task
         other: Scorer.Config = REQUIRED  # scorer of the tasks that are not named
@@ -35,10 +35,10 @@ class ByTask(TaskScorer):
                 self.require("scorers", label in labels, f"labels of tasks{did_you_mean(label, labels)}")
 
     def __init__(self, cfg: Config):
-        super().__init__(cfg)
+        self._labels = labels_of(cfg.mixture)
         self._scorers: dict[str, Scorer] = {label: scorer.build() for label, scorer in cfg.scorers.items()}
-        self._other: Scorer = cfg.other.build()
-        self._labels = self.mixture.family_names
+        if others := set(self._labels) - set(self._scorers):  # else reading the tasks for `other` would be for nothing
+            self._scorers |= dict.fromkeys(others, cfg.other.build())
 
     @override
     def score(self, problem_id: int, answer: str) -> Any:
@@ -49,4 +49,4 @@ class ByTask(TaskScorer):
         return self._of(problem_id).score_samples(problem_id, answers, details)
 
     def _of(self, problem_id: int) -> Scorer:
-        return self._scorers.get(self._labels[problem_id % len(self._labels)], self._other)
+        return self._scorers[self._labels[problem_id % len(self._labels)]]
