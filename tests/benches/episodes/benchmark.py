@@ -9,15 +9,17 @@ from tests.benches.episodes.agents import agents
 from tests.benches.episodes.graph import graph
 from tests.benches.episodes.overlap import overlap
 from tests.benches.episodes.partial import partial_execution
+from tests.benches.episodes.plans import plans
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.sections import run_sections
 
-SECTIONS = {"tools": 60.0, "partial": 90.0, "graph": 90.0, "agents": 300.0}
+SECTIONS = {"tools": 60.0, "partial": 90.0, "graph": 90.0, "plans": 1500.0, "agents": 300.0}
 # A section returns its figures; the argument asks for tiny jobs, which show that all runs.
 _MEASURES: Mapping[str, Callable[[bool], dict[str, Any]]] = {
     "tools": overlap,
     "partial": partial_execution,
     "graph": graph,
+    "plans": plans,
     "agents": agents,
 }
 

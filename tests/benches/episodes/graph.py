@@ -10,8 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-import numpy as np
-
 from axlearn_like.tokenizers.phrases import PhraseTokenizer
 from axlearn_like.tokenizers.protocol import Tokenizer
 from experiments.tasks.expressions import PHRASES, expression, expressions_sft, problem_seed
@@ -19,6 +17,7 @@ from rl.protocol.messages import Prompt
 from rl.rollout.agent_loops.graph.decoding import GraphDecoding, GraphRecord, Order
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
+from rl.tasks.encoding import encode_prompt
 from tests.benches.episodes.policies import greedy_engine, trained_params
 
 _UNSEEN = 3_000_000  # number of the first problem, behind those of training
@@ -49,7 +48,7 @@ def _trained(steps: int, tokenizer: Tokenizer) -> RolloutEngine:
     cfg = expressions_sft(steps=steps)
     with TemporaryDirectory() as folder:
         params = trained_params(cfg, Path(folder))
-    sizes = {"max_prompt_tokens": 96, "max_new_tokens": 128, "max_num_seqs": 8, "steps_per_dispatch": 4}
+    sizes = {"max_prompt_tokens": 96, "max_new_tokens": 160, "max_num_seqs": 8, "steps_per_dispatch": 4}
     return greedy_engine(cfg, params, tokenizer, **sizes)
 
 
@@ -59,7 +58,7 @@ def _decode(engine: RolloutEngine, tokenizer: Tokenizer, order: Order, problems:
     seconds, right = list[float](), 0
     for number in range(problems):
         problem = expression(problem_seed(_UNSEEN + number))
-        prompt = Prompt(number, "expressions", np.asarray(tokenizer.encode(problem.question), np.int32))
+        prompt = Prompt(number, "expressions", encode_prompt(problem.question, tokenizer))
         began = time.perf_counter()
         engine.generate([Request(prompt, agent_loop=decoding)])
         seconds.append(time.perf_counter() - began)

@@ -34,6 +34,14 @@ def test_plans_have_shorter_critical_paths_in_parallel() -> None:
 
 
 @pytest.mark.full
+def test_critical_paths_of_plans_are_measured_before_and_after_rl() -> None:
+    code, result = run("--quick", "--sections", "plans", "--json")
+    found = result["plans"]
+    assert code == 0 and set(found) >= {"path_ratio", "path_change", "accuracy_change", "one_by_one_ratio"}
+    assert set(found["seed_0"]) == {"before", "after", "flat"} and 0 <= found["seed_0"]["after"]["refused"] <= 1
+
+
+@pytest.mark.full
 def test_agents_reuse_texts_and_say_how_far_that_is_from_computing_them() -> None:
     code, result = run("--quick", "--sections", "agents", "--json")
     found, records = result["agents"], result["agents"]["records"]

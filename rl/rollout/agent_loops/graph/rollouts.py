@@ -30,7 +30,8 @@ class GraphRollouts(Configurable):
         """Fields of the rewards of plans and nodes."""
 
         decoding: GraphDecoding.Config = GraphDecoding.Config()
-        # Reward that each token of the critical path costs a sample; evaluations leave it out
+        # Reward that each token of the critical path costs a sample; evaluations leave it out. A plan that cannot be
+        # carried out costs what `max_new_tokens` do: there is nothing to gain by a short one
         path_cost: float = 0.0
         # Reward of a node: a function of its text, the answers of its parents by number, and its own answer. None: that
         # of its sample
@@ -56,7 +57,7 @@ class GraphRollouts(Configurable):
 
     def __init__(self, cfg: Config, *, tokenizer: Tokenizer, max_new_tokens: int):
         """`max_new_tokens`: tokens of a rollout, behind the prompt of its problem, at most."""
-        self._cfg = cfg
+        self._cfg, self._longest = cfg, max_new_tokens
         self._decoding: GraphDecoding = cfg.decoding.build(tokenizer=tokenizer, room=max_new_tokens)
 
     def request(self, prompt: Prompt, samples: int, seed: int, partial: Iterable[Rollout] = ()) -> Request:
@@ -79,8 +80,13 @@ class GraphRollouts(Configurable):
         )
 
     def _episode(self, rollout: Rollout, record: GraphRecord, cost: float) -> Episode:
-        path = record.critical_path if record.answers else int(rollout.action_mask.sum())
-        figures = {"critical_path": path, "nodes": len(record.answers), "plan_errors": bool(record.error)}
+        drawn = int(rollout.action_mask.sum())
+        path = record.critical_path if record.answers else self._longest
+        figures = {
+            "critical_path": record.critical_path or drawn,
+            "nodes": len(record.answers),
+            "plan_errors": bool(record.error),
+        }
         turns = (Turn(len(rollout.tokens), -cost * path),) if len(rollout.tokens) else ()
         named = tuple((name, float(value)) for name, value in sorted(figures.items()))
         return Episode(turns, self._decoding.shown(record), figures=named)

@@ -106,13 +106,15 @@ def test_an_evaluation_has_samples_without_the_cost_of_the_path(engine: RolloutE
 def test_a_plan_that_cannot_be_carried_out_has_no_nodes_and_no_answer(
     engine: RolloutEngine, plan: str, room: int, why: str
 ) -> None:
-    graph, output = play(engine, plan, room=room, node_reward=length)
+    graph, output = play(engine, plan, room=room, node_reward=length, path_cost=0.5)
     assert why in graph._decoding.records[5, 0].error
     found: tuple[Rollout, ...] = graph.trained(output)
     assert len(found) == 2
     assert [(one.episode.answer, dict(one.episode.figures)["plan_errors"]) for one in found if one.episode] == [
         ("", 1)
     ] * 2
+    costs = {turn.reward for one in found if one.episode for turn in one.episode.turns}
+    assert costs == {-0.5 * room}, "as much as a whole rollout: a short one gains nothing"
 
 
 def raises(text: str, answers: Mapping[int, str], answer: str) -> float:
@@ -149,7 +151,7 @@ def test_what_does_not_know_of_nodes_is_refused(change: dict[str, Any], says: st
 
 
 def test_sums_are_right_by_what_their_parents_have_answered() -> None:
-    assert right_sum("8+3", {}, "8901=1") == 1.0 and counted(8, 3) == "8901=1"
-    assert right_sum("#1+#2", {1: "34=4", 2: "12=2"}, "456=6") == 1.0
-    assert right_sum("#1+#2", {1: "34=4", 2: "12=2"}, "456=7") == 0.0
-    assert right_sum("#1+", {1: "34=4"}, "4=4") == 0.0 and right_sum("x+#1", {1: "?"}, "") == 0.0
+    assert right_sum("8+3", {}, "8+3=9+2=0+1=1+0=1") == 1.0 and counted(8, 3) == "8+3=9+2=0+1=1+0=1"
+    assert right_sum("#1+#2", {1: "3+1=4+0=4", 2: "1+1=2+0=2"}, "4+2=5+1=6+0=6") == 1.0
+    assert right_sum("#1+#2", {1: "3+1=4+0=4", 2: "1+1=2+0=2"}, "4+2=5+1=6+0=7") == 0.0
+    assert right_sum("#1+", {1: "3+1=4+0=4"}, "4+0=4") == 0.0 and right_sum("x+#1", {1: "?"}, "") == 0.0
