@@ -70,7 +70,8 @@ def ehrsql_attempts(folder: str = "$EHRSQL", *, shots: int = 4) -> TaskMixture.C
     """The test questions of EHRSQL-2024 in a folder, with three tries each and the nearest examples of `valid`."""
     test, valid = ((f"{folder}/{part}.data.json.gz", f"{folder}/{part}.label.json.gz") for part in ("test", "valid"))
     rows = ehrsql(*test, test, schema=f"{folder}/mimic_iv.sql", examples=valid, shots=shots, tries=True)
-    environment = SqlAttempts.Config(tries=3, seconds=5.0)
+    # An action without end is a query that does not run: the last one is judged.
+    environment = SqlAttempts.Config(tries=3, seconds=5.0, max_turn_tokens=256)
     return TaskMixture.Config(families=(EnvironmentTask.Config(source=rows, environment=environment),))
 
 

@@ -141,7 +141,8 @@ def figures(
     """Return pass@k with bootstrap intervals over problems, as an evaluation during RL has them, and more.
 
     maj@k is the mean of `majority`; with one sample a problem, pass@1 has Wilson's interval too. "terms" of a family
-    are the means of the rewards' terms, "forms" counts those in which answers were read. `failed` counts the verifier's
+    are the means of the rewards' terms, "forms" counts those in which answers were read, "cut_off" those without an
+    end within the policy's tokens or the episode's turns. `failed` counts the verifier's
     failures by status: they count as wrong.
     """
     pairs = list(zip(rows, problems, strict=True))
@@ -161,6 +162,8 @@ def figures(
         samples = [(problem, one) for row, problem in pairs if row["family"] == name for one in row["samples"]]
         if terms := mean_terms(sample.get("terms", {}).items() for _, sample in samples):
             part["terms"] = terms
+        if cut := sum(sample["finish_reason"] == "length" for _, sample in samples):
+            part["cut_off"] = cut
         forms = Counter(tasks.form(problem, sample["answer"]) for problem, sample in samples)
         if set(forms) != {None}:
             part["forms"] = {str(form): count for form, count in forms.most_common()}

@@ -230,6 +230,10 @@ def _print(result: dict[str, Any], ks: tuple[int, ...]) -> None:
             figures.append(f"maj@{k} {100 * part[f'maj@{k}']:.2f} %")
         figures += [f"{term} {value:.4g}" for term, value in part.get("terms", {}).items()]
         click.echo(printable(f"{name}: {part['problems']} problems; {', '.join(figures)}"))
+        if cut := part.get("cut_off"):
+            click.echo(
+                printable(f"{name}: {cut} of {part['samples']} answers are cut off: they have no end in max_new_tokens")
+            )
         if forms := part.get("forms"):
             read = ", ".join(f"{count} {form}" for form, count in forms.items() if form != "none")
             said = f"{name}: answers read as {read or 'nothing'}; {forms.get('none', 0)} in no readable form"

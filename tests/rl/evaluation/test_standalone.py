@@ -9,7 +9,7 @@ import pytest
 from mesh.errors import UserError
 from rl.evaluation.pass_at_k import pass_at_k
 from rl.evaluation.samples import Samples, earlier_tokens
-from rl.evaluation.standalone import Respondent, compare_folders, evaluate
+from rl.evaluation.standalone import Respondent, compare_folders, evaluate, figures
 from rl.experiment import RLExperiment
 from rl.rollout.engine import RolloutEngine
 from rl.tasks.mixture import TaskMixture
@@ -111,3 +111,12 @@ def test_a_killed_evaluation_goes_on_to_the_same_files_and_pairs_are_compared(en
     (tmp_path / "none").mkdir()
     with pytest.raises(UserError, match="has no samples of an evaluation"):
         compare_folders(tmp_path / "whole", tmp_path / "none")
+
+
+def test_answers_that_are_cut_off_are_counted():
+    problems = TASKS.for_evaluation(None, 9)[:2]
+    drawn = [{"answer": "", "reward": 0.0, "status": "ok", "finish_reason": reason} for reason in ("length", "stop")]
+    rows = [{"problem": one.id, "family": "q", "samples": drawn} for one in problems]
+    assert figures(rows, problems, TASKS, ks=(1,), seed=0)["families"]["q"]["cut_off"] == 2
+    ended = [{**row, "samples": drawn[1:]} for row in rows]
+    assert "cut_off" not in figures(ended, problems, TASKS, ks=(1,), seed=0)["families"]["q"]
