@@ -41,7 +41,7 @@ class ParameterServer(Configurable):
         port: int = 0  # port of server 0, with the next ports for the others; 0: any free port
         tls: Tls.Config | None = None
         shared_memory: bool = True  # use shared memory between processes of one host
-        codec: str = "raw"  # encoding of weights: raw, delta (lossless), bf16, int8, ecsq:ERROR or hevc:ERROR
+        codec: str = "raw"  # encoding of weights: raw, delta (lossless), bf16, int8, ecsq or hevc (approximate)
         peer_to_peer: bool = True  # workers on other hosts serve each other
         fanout: int = 2  # concurrent readers of one worker
         verify: bool = True  # fingerprints of the contents, on the workers' devices

@@ -19,18 +19,18 @@ from flax import nnx
 
 from axlearn_like.config import set_path
 from axlearn_like.layers.base import Params, bind, build_abstract, split
-from axlearn_like.layers.contexts.paged import RowContext
+from axlearn_like.layers.contexts.packed import PackedContext
+from axlearn_like.training.losses import token_logprobs
 from experiments.demo.config import demo
 from models.tiny import tiny
 from rl.protocol.messages import Group, Rollout
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
-from rl.training.logprobs import score_rows
 from tests.benches.coupled import heldout_requests, trained
 from tests.rl.training.whole_groups import pack_rows
 from tools.bench.harness.interleave import Say
 
-MOST = 1 << 18  # entries of a kind, the first rows of each of its matrices
+MOST = 1 << 16  # entries of a kind, the first rows of each of its matrices
 UPDATES = 8  # of Adam
 Arrays = Sequence[np.ndarray]
 
@@ -64,7 +64,7 @@ def policies(say: Say, *, quick: bool) -> dict[str, CodedPolicy]:
 
 
 def tensors(policy: CodedPolicy, say: Say) -> dict[str, Arrays]:
-    """Return its tensors by kind, float32 matrices, about 2^18 entries in all."""
+    """Return its tensors by kind, float32 matrices, about 2^16 entries in all."""
     drawn = policy.engine.generate(policy.requests)
     matrices = {**_cache(policy, drawn), "weights": _matrices(policy.params)}
     say("activations, gradients and moments")
@@ -121,12 +121,13 @@ def _rows(policy: CodedPolicy, drawn: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def _loss(graphdef: Any, params: Params, rows: Mapping[str, Any], weights: jax.Array) -> jax.Array:
-    scored = score_rows(bind(graphdef, params), rows["tokens"], rows["targets"], jnp.ones(1))
-    return -jnp.mean(scored.logprobs() * weights)
+    model = bind(graphdef, params)
+    logits = model(rows["tokens"], _context(rows["tokens"]))
+    return -jnp.mean(token_logprobs(logits, rows["targets"]) * weights)
 
 
-def _context(tokens: np.ndarray) -> RowContext:
-    return RowContext(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+def _context(tokens: np.ndarray) -> PackedContext:
+    return PackedContext(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones(tokens.shape, int))
 
 
 def _matrices(tree: Any) -> Arrays:
