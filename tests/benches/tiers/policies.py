@@ -70,8 +70,7 @@ def tensors(policy: CodedPolicy, say: Say) -> dict[str, Arrays]:
     say("activations, gradients and moments")
     rows = _rows(policy, drawn)
     graphdef, params = split(build_abstract(policy.engine.cfg.model))[0], policy.params
-    hidden = jax.jit(lambda params: bind(graphdef, params).hidden(rows["tokens"], _context(rows["tokens"])).x)(params)
-    matrices["activations"] = _matrices({"hidden": hidden[:, : policy.engine.cfg.max_prompt_tokens]})
+    matrices["activations"] = _activations(policy, rows)
     gradient = jax.jit(jax.grad(lambda params, weights: _loss(graphdef, params, rows, weights)))
     adam = optax.scale_by_adam(b2=0.98)
     state: Any = adam.init(params)
@@ -105,7 +104,7 @@ def read_pages(policy: CodedPolicy, drawn: Sequence[Rollout]) -> list[np.ndarray
         held, _ = kv_cache.hold((policy.engine.version, None), tokens)
         kv_cache.pool.release(held)
         pages += held
-    return list(policy.engine.executor.read_pages(pages)())
+    return list(policy.engine.executor.read_pages(sorted(set(pages)))())  # beginnings are shared: each once
 
 
 def _rows(policy: CodedPolicy, drawn: Sequence[Rollout]) -> dict[str, Any]:
@@ -118,6 +117,14 @@ def _rows(policy: CodedPolicy, drawn: Sequence[Rollout]) -> dict[str, Any]:
     for index, (first, (_, rollout)) in enumerate(zip(rows["first"], pairs, strict=True)):
         mask[index, first : first + len(rollout.tokens)] = 1.0
     return {**rows, "drawn": mask}
+
+
+def _activations(policy: CodedPolicy, rows: Mapping[str, Any]) -> Arrays:
+    """Return the hidden states behind the last block, a row for each token that is no padding."""
+    graphdef = split(build_abstract(policy.engine.cfg.model))[0]
+    states = jax.jit(lambda params: bind(graphdef, params).hidden(rows["tokens"], _context(rows["tokens"])).x)
+    real = np.cumsum(rows["drawn"][:, ::-1], axis=1)[:, ::-1] > 0
+    return _matrices({"hidden": np.asarray(states(policy.params))[real]})
 
 
 def _loss(graphdef: Any, params: Params, rows: Mapping[str, Any], weights: jax.Array) -> jax.Array:
