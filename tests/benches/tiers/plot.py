@@ -1,6 +1,6 @@
 """A plot of bits a value against error, a panel for each tensor.
 
-    python -m tests.benches.tiers.plot RESULT.json docs/figures/codecs.svg
+    python -m tests.benches.tiers.plot RESULT.json docs/figures/lossy_codecs.svg
 
 The argument is what `axl bench tiers --sections codecs --json` printed.
 """

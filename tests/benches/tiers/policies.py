@@ -92,7 +92,8 @@ def _cache(policy: CodedPolicy, drawn: Sequence[Rollout]) -> dict[str, Arrays]:
     rows = keys.shape[1] * keys.shape[2] * keys.shape[3]
     by_token = values.swapaxes(3, 4)
     both = [np.moveaxis(one, 0, 3).reshape(rows, -1).astype(np.float32) for one in (keys, by_token)]
-    return {name: [_first(one)] for name, one in zip(("keys", "values"), both, strict=True)}
+    tokens = max(256, MOST // rows)  # of all layers: keys of the first one are those of a token wherever it stands
+    return {name: [one[:, :tokens]] for name, one in zip(("keys", "values"), both, strict=True)}
 
 
 def read_pages(policy: CodedPolicy, drawn: Sequence[Rollout]) -> list[np.ndarray]:
