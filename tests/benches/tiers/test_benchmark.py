@@ -49,7 +49,7 @@ def test_the_bench_of_codecs_compares_at_equal_error():
             assert row["error"] <= max(float(error), 0.01) * 1.01 and row["rtn"] > 1  # eight bits have a floor
             if name.endswith(("keys", "values", "weights")):
                 assert row["ecsq"] > np.log2(1 / row["error"]) / 4
-    main = result["bits"]["keys"]["0.01"]
+    main = result["bits"]["demo: keys"]["0.01"]
     assert result["hevc_to_ecsq_bits"] == pytest.approx(main["hevc"] / main["ecsq"], abs=2e-3)
     for rows in result["changes"].values():
         by_codec = {f"{row['codec']} {row['of']}": row for row in rows}
