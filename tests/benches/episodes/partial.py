@@ -69,15 +69,17 @@ class Job:
     Attributes:
         rows: episodes at the same time.
         turns, action: actions of an episode, and their tokens.
-        dim, layers: dim and layers of the policy.
+        dim, layers: dim and layers of the policy: so many that drawing takes longer than what the host does besides.
+        dispatch: tokens of a dispatch.
         rounds: rounds of which medians are taken.
     """
 
-    rows: int = 4
+    rows: int = 2
     turns: int = 3
     action: int = 64
-    dim: int = 256
-    layers: int = 4
+    dim: int = 768
+    layers: int = 6
+    dispatch: int = 2
     rounds: int = 3
 
 
@@ -160,7 +162,7 @@ class _Bench:
             max_prompt_tokens=160,
             max_new_tokens=(job.turns + 1) * job.action * 8,
             max_num_seqs=job.rows,
-            steps_per_dispatch=8,
+            steps_per_dispatch=job.dispatch,
             sampler=Sampler.Config(temperature=1.0, logit_bias=bias),
         )
         self.engine = cfg.build(decode=partial(completion_text, self._tokenizer))
