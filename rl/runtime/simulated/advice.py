@@ -9,6 +9,8 @@ from mesh import UserError
 from rl.runtime.simulated.result import simulated
 from rl.runtime.simulated.simulation import SimulationPlan
 
+_ON_DEMAND = "hosts on demand, none of which fails"
+
 
 def variants(plan: SimulationPlan, trainer_rate: float = 0.0) -> dict[str, SimulationPlan]:
     """Return plans with one change each, by what to say of it.
@@ -30,7 +32,12 @@ def variants(plan: SimulationPlan, trainer_rate: float = 0.0) -> dict[str, Simul
         if best != every:
             found[f"trainer.checkpoint.save_every={best}"] = changed = cfg.clone()
             changed.trainer.checkpoint.set(save_every=best)
-    return {name: dataclasses.replace(plan, cfg=one) for name, one in found.items() if _stands(one, plan)}
+    if cfg.workers > 1:  # more than one to pass weights on to each other
+        passes = not cfg.parameter_server.peer_to_peer
+        found[f"parameter_server.peer_to_peer={passes}"] = changed = cfg.clone()
+        changed.parameter_server.set(peer_to_peer=passes)
+    plans = {name: dataclasses.replace(plan, cfg=one) for name, one in found.items() if _stands(one, plan)}
+    return plans | ({_ON_DEMAND: dataclasses.replace(plan, failures=())} if plan.failures else {})
 
 
 def _stands(cfg: Any, plan: SimulationPlan) -> bool:

@@ -58,6 +58,11 @@ class KernelWorkload:
     key: Callable[[Any], Any] = np.asarray
 
 
+def float32(inputs: Arrays) -> Arrays:
+    """Return floats as float32, and whole numbers as they are."""
+    return tuple(one.astype(np.float32) if one.dtype.kind == "f" else one for one in inputs)
+
+
 def errors(workload: KernelWorkload, size: int) -> dict[str, float]:
     """Return the largest error of each implementation, of the largest value of the reference.
 

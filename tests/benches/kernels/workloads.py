@@ -1,4 +1,4 @@
-"""Workloads of the bench of kernels: attention, grouped products, a low-rank network, LDPC codes."""
+"""Workloads of the bench of kernels: attention, grouped products, a low-rank network, and those of other files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,8 @@ from axlearn_like.kernels.attention.xla import mix
 from axlearn_like.kernels.grouped_matmul import grouped_product
 from axlearn_like.kernels.low_rank.feed_forward import GLUFactors, by_kernel
 from tests.benches.kernels.ldpc.workload import LDPC
-from tests.benches.kernels.registry import DEVICE, HOST, SIMULATED, Arrays, Implementation, KernelWorkload
-
-
-def float32(inputs: Arrays) -> Arrays:
-    """Return floats as float32, and whole numbers as they are."""
-    return tuple(one.astype(np.float32) if one.dtype.kind == "f" else one for one in inputs)
-
+from tests.benches.kernels.policy_workloads import POLICY_WORKLOADS
+from tests.benches.kernels.registry import DEVICE, HOST, SIMULATED, Arrays, Implementation, KernelWorkload, float32
 
 # ---- causal attention: rows of 64 tokens, two key/value heads, four query heads of 32
 
@@ -112,5 +107,6 @@ WORKLOADS = {
             "pallas": Implementation(SIMULATED, _low_rank_kernel),
         },
     ),
+    **POLICY_WORKLOADS,
     "ldpc": LDPC,
 }

@@ -77,8 +77,10 @@ def test_fleets_of_several_generations_are_compared_by_price():
 
 def test_failures_give_an_ettr(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "trace.csv").write_text("time,target\n30,trainer\n")
-    found = said(capsys, "--trace", str(tmp_path / "trace.csv"), "--duration", "start_trainer=20")
+    found = said(capsys, "--trace", str(tmp_path / "trace.csv"), "--duration", "start_trainer=20", "--advice")
     assert found["kills"] == 1 and found["ettr"] < 0.9
+    (undisturbed,) = (row for row in found["advice"] if "on demand" in row["change"])
+    assert undisturbed["gain"] == pytest.approx(1 / found["ettr"] - 1, abs=0.05)
 
 
 @pytest.mark.parametrize(
