@@ -69,7 +69,8 @@ class ParameterServer(Configurable):
             same = numerics_of(experiment.policy) != "exact" or self.codec in ("raw", "delta")
             expected = 'raw or delta with policy.numerics="exact", for workers must have the numbers of the trainer'
             self.require("codec", same, expected)
-            rounded = not isinstance(get_codec(self.codec), RowCodec) or experiment.objective.corrects
+            with self.errors_in("codec"):
+                rounded = not isinstance(get_codec(self.codec), RowCodec) or experiment.objective.corrects
             expected = f"raw or delta; {self.codec} needs an objective with importance=TruncatedImportance.Config(...)"
             self.require("codec", rounded, expected)
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import takewhile
 
 from axlearn_like.config import ConfigBase, Configurable
-from rl.parameter_server.codecs import get_codec
+from rl.parameter_server.codecs import TensorCodec, get_codec
 from rl.parameter_server.errors import WeightsError
 from rl.rollout.kv_cache.tiers.costs import Tier, TransferCosts
 from rl.rollout.kv_cache.tiers.disk_tier import DiskTier
@@ -38,14 +38,18 @@ class HostTiers(Configurable):
         @property
         def tags(self) -> tuple[str, ...]:
             """Approximations of rollouts over such pages."""
-            codec = get_codec(self.codec)
+            codec = self._known_codec()
             return () if codec.lossless else (f"{codec.name}-pages",)
 
         def check_fields(self) -> None:
             """Refuse sizes and codecs that no pages can have."""
             self.require_least(1, "host_bytes", "disk_bytes")
             expected = "a codec without a base, as pages have none: raw, or with loss bf16, int8, ecsq or hevc"
-            self.require("codec", not get_codec(self.codec).needs_base, expected)
+            self.require("codec", not self._known_codec().needs_base, expected)
+
+        def _known_codec(self) -> TensorCodec:
+            with self.errors_in("codec"):
+                return get_codec(self.codec)
 
     def __init__(self, cfg: Config):
         """Open the file, if there is one (UserError: it cannot be made, or there is no such codec)."""

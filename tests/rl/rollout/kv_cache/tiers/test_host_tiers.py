@@ -169,3 +169,8 @@ def test_prefetched_pages_are_in_memory(tmp_path: Path):
 def test_bad_fields_are_named(fields: dict, text: str):
     with pytest.raises(ConfigError, match=text):
         HostTiers.Config(**fields).check()
+
+
+def test_a_codec_that_there_is_not_is_named_with_its_field():
+    with pytest.raises(ConfigError, match=r"codec: no tensor codec 'Ecsq'.* did you mean 'ecsq'"):
+        HostTiers.Config(codec="Ecsq").check()
