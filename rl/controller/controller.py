@@ -6,6 +6,7 @@ with the same sampling keys and the same version.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -98,6 +99,7 @@ class Controller(Configurable):
         self._changed = condition_of(clock)
         self.on_change: Callable[[], None] = lambda: None  # called under the lock when there may be new work
         self._workers: set[str] = set()  # joined and not left
+        self._releases = Counter[str]()  # number by worker; a call from before one is of a process that is gone
         self._waits = Waits(cfg.timeouts.warn_after, clock)
         self._heartbeats = Heartbeats(cfg.timeouts.silent, clock, events)
 
@@ -134,12 +136,15 @@ class Controller(Configurable):
     def lease(self, worker: str, timeout: float = 0.0, patience: float | None = None) -> Lease | None:
         """Grant the next work item; None if there is none within `timeout` seconds, or the run is over.
 
-        Where there is one, its prompts are awaited for longer (`patience` seconds, or a while), not under the lock.
+        Where there is one, its prompts are awaited for longer (`patience` seconds, or a while), not under the lock. A
+        call that waits while its worker is released, or joins again, gets None: nobody may hear the answer.
         """
-        end = self._clock() + timeout
+        end, releases = self._clock() + timeout, self._releases[worker]
         give_up = self._clock() + max(timeout, PROMPTS_WAIT if patience is None else patience)
         while not self._stopped:
             with self._changed:
+                if self._releases[worker] != releases:
+                    return None
                 self._look_after(worker)
                 if isinstance(found := self._leasing.next_lease(worker, len(self._workers), self._clock()), Lease):
                     self._waits.end(worker)
@@ -202,6 +207,7 @@ class Controller(Configurable):
     def release(self, worker: str, reason: str) -> int:
         """Release all leases of a worker that is gone; returns how many there were."""
         with self._changed:
+            self._releases[worker] += 1
             released = self._ledger.release(worker)
             if self._evaluations is not None:
                 released += self._evaluations.revoke(worker=worker)

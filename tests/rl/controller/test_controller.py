@@ -9,6 +9,7 @@ from axlearn_like.run.events import EventLog
 from axlearn_like.run.metrics import read_rows
 from axlearn_like.tokenizers.bytes import ByteTokenizer
 from mesh import UserError
+from rl.runtime.simulated.virtual_clock import VirtualClock
 from rl.tasks.encoding import encode_prompt
 from tests.rl.controller.scripted import (
     STEPS,
@@ -83,6 +84,33 @@ def test_a_new_controller_with_a_later_first_lease_rejects_the_reports_of_the_ol
     assert stale.id not in [lease.id for lease in leases]
     assert not new.submit(stale.id, scored(stale))
     assert not stale.rerun and all(lease.rerun for lease in leases)  # the old one may have granted them
+
+
+@pytest.mark.parametrize("gone", ["join", "release"])
+def test_a_call_of_a_worker_that_is_gone_is_granted_nothing(gone: str):
+    """A killed worker's call may wait at the controller; the process that takes its name gets the next work."""
+    clock = VirtualClock()
+    controller = config(prompts_per_step=2).build(clock=clock)
+    controller.begin(0, 0)
+    controller.join("a")
+    first, answers = granted(controller, "a"), {}
+    assert controller.submit(first.id, scored(first))
+
+    def takes_over() -> None:
+        clock.sleep(1.0)
+        if gone == "release":
+            controller.release("a", "killed")
+        else:
+            controller.join("a")
+        controller.consumed(0)
+        controller.begin(1, 1)
+        clock.sleep(1.0)
+        answers["new"] = controller.lease("a")
+
+    clock.spawn("killed", lambda: answers.update(killed=controller.lease("a", timeout=60.0)))
+    clock.spawn("new", takes_over)
+    clock.run()
+    assert answers["killed"] is None and answers["new"] is not None
 
 
 def test_a_silent_worker_loses_its_lease_to_one_that_asks_and_can_go_on(tmp_path: Path):
