@@ -163,6 +163,9 @@ class RoleProcess:
         """
         if driver < self._driver:
             raise UserError(f"{name}: driver number {driver} was replaced by number {self._driver}")
+        if self._loop is not None and not self._loop.done():  # a former driver's, who knew more
+            self._driver = driver
+            return self.outcome(driver)
         loop = self._loop = Future[dict[str, Any]]()
         try:
             loop.set_result(self._run(services, meeting, name, term))
