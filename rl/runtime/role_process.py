@@ -129,6 +129,8 @@ class RoleProcess:
             name: name in events until then.
         """
         with self._preparing:
+            if self._loop is not None and not self._loop.done():
+                return self._incarnation
             if not self._prepared_as:
                 self._at.services, self._at.name = services, name
                 self._prepare_to_run()
