@@ -129,8 +129,6 @@ class RoleProcess:
             name: name in events until then.
         """
         with self._preparing:
-            if self._loop is not None and not self._loop.done():
-                return self._incarnation
             if not self._prepared_as:
                 self._at.services, self._at.name = services, name
                 self._prepare_to_run()
@@ -165,9 +163,6 @@ class RoleProcess:
         """
         if driver < self._driver:
             raise UserError(f"{name}: driver number {driver} was replaced by number {self._driver}")
-        if self._loop is not None and not self._loop.done():  # a former driver's, who knew more
-            self._driver = driver
-            return self.outcome(driver)
         loop = self._loop = Future[dict[str, Any]]()
         try:
             loop.set_result(self._run(services, meeting, name, term))

@@ -16,7 +16,8 @@ from rl.runtime.ray.devices.reservation import Reservation
 from rl.runtime.ray.proxies import invoke_beside
 from rl.runtime.supervision.role_group import Report, Roles
 
-_ANSWER = 20.0  # seconds for a live process to answer
+_ANSWER = 3.0  # seconds for a live process to answer
+_SPARE_ANSWER = 0.5  # seconds for spares beyond that
 
 
 class Starter:
@@ -59,8 +60,10 @@ def adopt(roles: Roles, starter: Starter) -> dict[str, Report]:
     """Give actors that were found the names that they have now; returns what they do, by that name."""
     actors = {**roles.services, **roles.loops}
     asked = {name: invoke_beside(actors[name], "report", starter.driver) for name in starter.alive()}
-    if asked:  # one that compiles answers late: taken for dead, it would get a second loop
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER)
+    # A spare that prepares itself answers late, and is asked to prepare itself again.
+    for timeout, some in ((_ANSWER, asked.keys() - roles.spares.keys()), (_SPARE_ANSWER, asked.keys())):
+        if pending := [asked[name] for name in some]:
+            ray.wait(pending, num_returns=len(pending), timeout=timeout)
     reports: dict[str, Report] = {}
     for name, reference in asked.items():
         with contextlib.suppress(RayActorError, GetTimeoutError):  # one that starts again is followed like a new one

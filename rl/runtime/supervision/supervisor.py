@@ -151,9 +151,9 @@ class Supervisor:
 
     def _begin_others(self) -> None:
         """Start the loops of workers and reference, once: what they need is there after the trainer's warm start."""
-        for name in self._idle:
+        idle, self._idle = self._idle, []  # reading the logs of one that is lost comes here again
+        for name in idle:
             self._begin(name)
-        self._idle = []
 
     def _outcome(self, name: str, what: Awaited, reference: Any) -> dict[str, Any] | None:
         """Return what a loop returned; None if its process ended, whose restart is then awaited.

@@ -1,6 +1,5 @@
 """The driver and a raylet are killed: roles outlive the one, and those of the other raylet the other."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +53,6 @@ def test_a_driver_that_was_replaced_starts_no_loop(tmp_path: Path) -> None:
         found = ray.get(actor.report.remote(2))
         assert not found.runs
         ray.kill(actor)
-
-
-@pytest.mark.usefixtures("shared_session")
-def test_a_loop_that_is_under_way_is_followed_and_not_started_again(tmp_path: Path) -> None:
-    """A driver whose question was answered too late takes a live process for a new one."""
-    with RunDirectory.open(tmp_path, to_text(tiny_experiment())) as run:
-        process = RoleProcess(
-            kind="worker", name="worker-0", run_path=str(run.path), token="t", grace=1.0, namespace="n"
-        )
-        process._loop = under_way = Future()
-        with ThreadPoolExecutor(1) as threads:
-            second = threads.submit(process.run, {}, "", "worker-0", 0, 2)
-            under_way.set_result({"finished": True})
-            assert second.result(20) == {"finished": True}
 
 
 def test_a_trace_of_what_does_not_outlive_the_driver_is_refused() -> None:

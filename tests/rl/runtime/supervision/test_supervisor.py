@@ -1,6 +1,6 @@
-"""The supervisor by a virtual clock: spares that are prepared again when the trainer compiles for another shape."""
+"""The supervisor by a virtual clock: spares that are prepared again, and loops that begin once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ class Recorded(SimulatedActors):
 
     def __init__(self, clock: VirtualClock, processes: Any):
         super().__init__(clock, processes)
-        self.prepared: list[str] = []
+        self.prepared, self.begun = list[str](), list[str]()
 
     def invoke(self, actor: SimulatedActor, method: str, *args: Any) -> PendingCall:
-        if method == "prepare":
-            self.prepared.append(actor.name)
+        if method in (called := {"prepare": self.prepared, "run": self.begun}):
+            called[method].append(actor.name)
         return super().invoke(actor, method, *args)
 
 
@@ -62,13 +62,16 @@ class Run:
                 self.events.append("trainer", "compile")
         returned({"shutdown": False, "finished": True, "step": self.step})
 
-    def supervised(self, kill_at: float | None) -> None:
-        cfg = tiny_experiment(workers=1, standby={"trainer": 1})
+    def supervised(self, kill_at: float | None, *, workers: int = 1, lost: Sequence[str] = ()) -> None:
+        """Supervise the run; `lost`: processes whose raylet has died before, and whose spares are ready."""
+        cfg = tiny_experiment(workers=workers, standby={"trainer": 1, **({"worker": 1} if lost else {})})
         logs = RecordedLogs(self.events, lambda: self.step)
         roles = Roles(cfg, self.actors)
+        roles.ready |= roles.spares.keys() if lost else set()
 
         def drive() -> None:
             supervisor = Supervisor(cfg, roles, self.actors, logs, self.events, lambda text: None)
+            supervisor.adopt({}, lost)
             supervisor.run(lambda: False, lambda step: None, lambda: False)
             self.clock.stop()
 
@@ -100,3 +103,11 @@ def test_what_was_killed_is_the_next_spare(tmp_path: Path) -> None:
         "ready",
     ]
     assert run.actors.prepared == ["trainer-spare-0", "trainer", "trainer"]
+
+
+def test_a_driver_that_finds_processes_lost_begins_each_loop_once(tmp_path: Path) -> None:
+    """The log of the trainer's start is read while the others begin: it lets them begin, too."""
+    run = Run(tmp_path, {1})
+    run.supervised(kill_at=None, workers=3, lost=["trainer", "worker-0"])
+    assert run.step == UPDATES
+    assert sorted(run.actors.begun) == ["trainer-spare-0", "worker-1", "worker-2", "worker-spare-0"]
