@@ -33,7 +33,10 @@ def read_rows(path: str | Path, events: Collection[str] = ()) -> list[dict[str, 
     for start in _starts(content, [f'"{event}"'.encode() for event in events]):
         end = content.find(b"\n", start)
         line = content[start : len(content) if end < 0 else end]
-        rows += _parse_line(path, lambda start=start: content.count(b"\n", 0, start) + 1, line)
+        try:
+            rows += parse_row(line)
+        except ValueError as error:
+            raise _refusal(path, content.count(b"\n", 0, start) + 1, line) from error
     return [row for row in rows if row.get("event") in events]
 
 
@@ -66,12 +69,15 @@ def _read(path: Path) -> bytes:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _parse_line(path: str | Path, number: int | Callable[[], int], line: bytes) -> list[dict[str, Any]]:
+def _parse_line(path: str | Path, number: int, line: bytes) -> list[dict[str, Any]]:
     try:
         return parse_row(line)
     except ValueError as error:
-        number = number if isinstance(number, int) else number()
-        raise UserError(f"{path}, line {number} is not JSON: {line[:80]!r}") from error
+        raise _refusal(path, number, line) from error
+
+
+def _refusal(path: str | Path, number: int, line: bytes) -> UserError:
+    return UserError(f"{path}, line {number} is not JSON: {line[:80]!r}")
 
 
 def parse_row(line: bytes) -> list[dict[str, Any]]:
