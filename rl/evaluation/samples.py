@@ -39,7 +39,7 @@ class Samples:
         """
         self.folder, self.policy = folder, record.get("policy")
         path = folder / _RECORD
-        if path.exists():
+        if path.exists() and self._path.exists():
             before = json.loads(path.read_text())
             for name in sorted({*before, *record}):
                 if before.get(name) != record.get(name):
@@ -48,8 +48,9 @@ class Samples:
                         "name another folder (--out)"
                     )
         else:
-            # `launch`: logs of the evaluation itself.
-            others = [name for name in sorted(os.listdir(folder)) if name != "launch"] if folder.is_dir() else []
+            # An evaluation's own: its logs, and a record that has no answers yet.
+            own = {"launch", _RECORD} if path.exists() else {"launch"}
+            others = [name for name in sorted(os.listdir(folder)) if name not in own] if folder.is_dir() else []
             if others:
                 held = ", ".join(others[:3])
                 raise UserError(f"{folder} is of something else, it holds {held}; name a folder of its own (--out)")

@@ -7,7 +7,7 @@ from typing import Any, override
 
 import numpy as np
 
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable, to_text
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.shuffle import derived_seed
 from axlearn_like.run.progress import Progress
 from mesh.errors import UserError
@@ -148,7 +148,8 @@ def evaluate_served(
     check_alone(tasks_cfg)
     tasks = tasks_cfg.build()
     problems = tasks.for_evaluation(most, default)
-    record = {"policy": f"{cfg.model} at {cfg.url}", "endpoint": to_text(cfg), **record_of(tasks_cfg, tasks, verifier)}
+    record = {"policy": f"{cfg.model} at {cfg.url}", "max_new_tokens": cfg.max_new_tokens}
+    record |= {"temperature": cfg.temperature, **record_of(tasks_cfg, tasks, verifier)}
     record |= {"problems": len(problems), "samples": drawn["count"], "seed": drawn["seed"]}
     opened = Samples(folder, record)
     with Progress(len(problems), title="problems") as shown, verifier.build() as scoring:

@@ -56,6 +56,10 @@ def _lora_numpy(x: Any, weight: Any, a: Any, b: Any, slots: Any) -> Any:
     return y
 
 
+def _lora_float64(x: Any, weight: Any, a: Any, b: Any, slots: Any) -> Any:
+    return _lora_numpy(x.astype(float), weight.astype(float), a.astype(float), b.astype(float), slots)
+
+
 def _lora_xla(x: Any, weight: Any, a: Any, b: Any, slots: Any) -> Any:
     rows = [jnp.take(jnp.asarray(one), jnp.asarray(slots), axis=0) for one in (a, b)]
     return project(jnp.asarray(x), RowAdapted(jnp.asarray(weight), *rows))
@@ -94,7 +98,7 @@ POLICY_WORKLOADS = {
     "lora": KernelWorkload(
         _lora_inputs,
         float32,
-        lambda *given: _lora_numpy(*(one.astype(np.float64) for one in given[:4]), given[4]),
+        _lora_float64,
         4e-6,
         (1, 4, 16, 64),
         {"numpy": Implementation(HOST, _lora_numpy), "xla": Implementation(DEVICE, _lora_xla)},

@@ -11,6 +11,7 @@ from axlearn_like.tokenizers.protocol import answer_text
 from mesh.errors import UserError
 from rl.environments.environment import Consult, Environment, Row, Step
 from rl.environments.task import EnvironmentTask
+from rl.evaluation.samples import Samples
 from rl.evaluation.served import ServedPolicy
 from rl.protocol.messages import Prompt
 from rl.rollout.request import Request
@@ -141,4 +142,14 @@ def test_the_command_takes_an_address(served: Running, tmp_path: Path, capsys: p
     assert main([*arguments, "--set", f"model={MODEL}", "--set", "max_new_tokens=6"]) == 0
     assert (out / "samples.jsonl").read_bytes() == before
     assert main([*arguments, "--set", f"model={MODEL}", "--set", "max_new_tokens=7"]) == 2
-    assert "holds an evaluation with endpoint = " in capsys.readouterr().err
+    assert "holds an evaluation with max_new_tokens = 6, not 7" in capsys.readouterr().err
+    others = ["--set", f"model={MODEL}", "--set", "max_new_tokens=6", "--set", "at_once=2", "--set", "timeout_s=99"]
+    assert main([*arguments, *others]) == 0 and (out / "samples.jsonl").read_bytes() == before
+
+
+def test_an_evaluation_without_answers_may_be_begun_otherwise(tmp_path: Path) -> None:
+    Samples(tmp_path, {"seed": 0})
+    samples = Samples(tmp_path, {"seed": 1})
+    samples.append({"problem": 0})
+    with pytest.raises(UserError, match="holds an evaluation with seed = 1, not 0"):
+        Samples(tmp_path, {"seed": 0})
