@@ -107,6 +107,8 @@ def read_durations(path: Path) -> Durations:
         raise UserError(f"{path}: expected a table of durations, in TOML or JSON: {error}") from None
     if not isinstance(table, dict):
         raise UserError(f"{path}: expected a table of durations, got {type(table).__name__}")
+    if not table:
+        raise UserError(f"{path}: has no durations; expected lines such as update = 5.0, in TOML or JSON")
     return Durations.from_table(table, str(path))
 
 

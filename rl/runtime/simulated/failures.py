@@ -13,6 +13,7 @@ from rl.runtime.simulated.sources.spot_traces import Counts, read_counts, worker
 
 Kind = Literal["kill", "gone", "back", "slow"]
 _COMMAND = ("driver", "raylet")  # processes of the command itself
+_MOST = 1_000_000  # random failures of a role in a simulation
 _ROLES = ("trainer", "controller", "worker", *_COMMAND)
 
 
@@ -159,12 +160,16 @@ def synthetic(rates: Mapping[str, float], hours: float, seed: int = 0, *, back_s
 
     With `back_s` a worker's host is gone for as many seconds on average (exponential), as spot capacity is.
     """
+    if not (0 <= back_s < math.inf):
+        raise UserError(f"--back-s {back_s:g}: expected seconds, 0 or more")
     rng, found = random.Random(seed), list[Failure]()
     for role, rate in rates.items():
         if role not in _ROLES:
             raise UserError(f"--rate {role}: there is no such role{did_you_mean(role, _ROLES)}; expected {_ROLES}")
         if not (0 <= rate < math.inf):
             raise UserError(f"--rate {role}={rate:g}: expected failures an hour, 0 or more")
+        if rate * hours > _MOST:
+            raise UserError(f"--rate {role}={rate:g}: expected at most {_MOST:,} failures in {hours:g} hours")
         now = 0.0
         while rate and (now := now + rng.expovariate(rate) * 3600) < hours * 3600:
             if role == "worker" and back_s:

@@ -11,6 +11,8 @@ import xxhash
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError
 
+_FORMS = "lognormal:MEAN,SIGMA, fixed:TOKENS, a file of numbers, or a run directory"
+
 
 def share_of(*name: int) -> float:
     """Return a number in [0, 1) that follows from a name: as if drawn at random, and cheap."""
@@ -44,8 +46,10 @@ def read_lengths(text: str, longest: int, seed: int = 0, growth: float = 0.0) ->
     """Return the lengths of `lognormal:MEAN,SIGMA`, `fixed:TOKENS`, a file of numbers, or a run directory.
 
     Raises:
-        UserError: it is none of these, or has lengths below 1 or beyond the limit.
+        UserError: it is none of these, or has lengths below 1 or beyond the limit; answers shrink to nothing.
     """
+    if not (-1 < growth < math.inf):
+        raise UserError(f"--growth {growth:g}: expected a share above -1, such as 0.5")
     kind, _, rest = text.partition(":")
     if kind == "lognormal":
         mean, sigma = _numbers(rest, 2, text)
@@ -74,7 +78,7 @@ def _numbers(text: str, count: int, whole: str) -> list[float]:
     except ValueError:
         found = []
     if len(found) != count or not all(map(math.isfinite, found)):
-        raise UserError(f"--lengths {whole}: expected lognormal:MEAN,SIGMA, fixed:TOKENS, a file, or a run directory")
+        raise UserError(f"--lengths {whole}: expected {_FORMS}")
     return found
 
 
@@ -84,6 +88,8 @@ def _of_run(run: Path) -> list[float]:
 
 
 def _of_file(path: Path) -> list[float]:
+    if not path.exists():
+        raise UserError(f"--lengths {path}: there is no such file or run; expected {_FORMS}")
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()

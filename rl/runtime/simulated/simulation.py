@@ -273,10 +273,17 @@ class Simulation:
         return links
 
 
-def simulate(plan: SimulationPlan, folder: Path) -> Simulation:
-    """Simulate a run in a new run directory, and write its events and metrics there."""
+def check_new(folder: Path) -> None:
+    """Refuse a file, and the directory of another run, as a place to write to (UserError)."""
+    if folder.is_file():
+        raise UserError(f"run directory {folder} is a file; expected a directory or a new path")
     if (folder / "events.jsonl").exists() and read_rows(folder / "events.jsonl"):
         raise UserError(f"{folder}: has a run already; expected a new directory")
+
+
+def simulate(plan: SimulationPlan, folder: Path) -> Simulation:
+    """Simulate a run in a new run directory, and write its events and metrics there."""
+    check_new(folder)
     collected = gc.get_threshold()
     gc.set_threshold(_GARBAGE)
     gc.freeze()  # imported modules stay

@@ -14,7 +14,7 @@ from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rl.experiment import RLExperiment
     from rl.fleet.fleet import Placed
@@ -113,7 +113,9 @@ def command(
         from rl.runtime.simulated.sources.prices import read_prices
         from tools.fleet import load_placed
 
-    by_workers = shown.search is not None and shown.search.startswith("workers")
+    by_workers = shown.search is not None and (shown.search.startswith("worker") or ".." in shown.search)
+    counts = advice.worker_counts(shown.search or "") if by_workers else ()
+    _check_shown(how, shown, counts)
     prices = read_prices(how.prices)
     known = bool(prices) or how.durations != "compiled" or any("_price" in edit for edit in how.edits)
     if shown.objective == "cost" and not known:
@@ -130,7 +132,6 @@ def command(
             err=True,
         )
     if by_workers:
-        counts = advice.worker_counts(shown.search or "")
         sized = [advice.of_sizes(name, plan, counts) for name, plan in plans.items()]
         plans = {name: plan for one in sized for name, plan in one.items()}
     if len(plans) > 1 or shown.search is not None:
@@ -144,6 +145,18 @@ def command(
     if shown.advice:
         found["advice"] = advice.advise(plan, found, rates.get("trainer", 0.0) + rates.get("controller", 0.0))
     return _show(found, shown)
+
+
+def _check_shown(how: SimulateOptions, shown: ShownOptions, counts: Sequence[int]) -> None:
+    """Refuse options that have no effect together, and the directory of another run (UserError)."""
+    if shown.search is not None or len(how.fleets) > 1:
+        given = {"--run-dir": shown.run_dir is not None, "--advice": shown.advice, "--workers": counts and how.workers}
+        for option in [name for name, there in given.items() if there]:
+            raise UserError(f"{option}: several fleets are simulated; expected one --fleet and no --search with it")
+    if shown.run_dir is not None:
+        from rl.runtime.simulated.simulation import check_new
+
+        check_new(shown.run_dir)
 
 
 def _simulated(plan: SimulationPlan, shown: ShownOptions) -> dict[str, Any]:
@@ -186,7 +199,7 @@ def _fleets(
 def _plans(
     placed: dict[str, Placed[Any]], how: SimulateOptions, prices: dict[str, float], rates: dict[str, float]
 ) -> dict[str, SimulationPlan]:
-    """Return the plan of each fleet by its text; refuses what does not fit first."""
+    """Return the plan of each fleet by its text; refuses what does not fit before a program is compiled."""
     from rl.runtime.simulated.failures import read_traces, synthetic
     from rl.runtime.simulated.sources.prices import check_prices
 
@@ -197,8 +210,8 @@ def _plans(
         failures = synthetic(rates, how.hours, one.cfg.seed, back_s=how.back_s) if rates else []
         if how.traces:
             failures = read_traces(how.traces, one.cfg.workers, how.zones)
-        plans[text] = _plan(one, how, prices, failures)
-    return plans
+        plans[text] = _plan(one, how, failures)
+    return {text: _timed(plan, placed[text], how, prices) for text, plan in plans.items()}
 
 
 def _edit(cfg: RLExperiment.Config, how: SimulateOptions) -> None:
@@ -207,23 +220,28 @@ def _edit(cfg: RLExperiment.Config, how: SimulateOptions) -> None:
     cfg.parameter_server.set(keep=max(cfg.parameter_server.keep, cfg.staleness + 2))
 
 
-def _plan(
-    placed: Placed[Any], how: SimulateOptions, prices: dict[str, float], failures: list[Failure]
-) -> SimulationPlan:
-    """Return the plan of a fleet."""
+def _plan(placed: Placed[Any], how: SimulateOptions, failures: list[Failure]) -> SimulationPlan:
+    """Return the plan of a fleet, with default durations."""
+    from rl.runtime.simulated.durations import Durations
     from rl.runtime.simulated.lengths import read_lengths
     from rl.runtime.simulated.simulation import SimulationPlan
-    from rl.runtime.simulated.sources.prices import priced
 
     cfg = placed.cfg
     lengths = read_lengths(
         how.lengths or f"fixed:{max(1, cfg.max_new_tokens // 2)}", cfg.max_new_tokens, cfg.seed, how.growth
     )
-    durations = _durations(how.durations, placed)
-    durations = (priced(durations, placed.fleet, prices) if prices else durations).changed(how.edits)
-    plan = SimulationPlan(cfg, durations, lengths, how.hours, failures)
+    plan = SimulationPlan(cfg, Durations().changed(how.edits), lengths, how.hours, failures)
     plan.check()
     return plan
+
+
+def _timed(plan: SimulationPlan, placed: Placed[Any], how: SimulateOptions, prices: dict[str, float]) -> SimulationPlan:
+    """Return the plan with the durations and prices of its fleet."""
+    from rl.runtime.simulated.sources.prices import priced
+
+    durations = _durations(how.durations, placed)
+    durations = (priced(durations, placed.fleet, prices) if prices else durations).changed(how.edits)
+    return dataclasses.replace(plan, durations=durations)
 
 
 def _durations(source: str | None, placed: Placed[Any]) -> Durations:
@@ -241,6 +259,8 @@ def _durations(source: str | None, placed: Placed[Any]) -> Durations:
     path = Path(source)
     if not path.exists():
         raise UserError(f"--durations {source}: there is no such file or run; expected one, or compiled")
+    if path.is_dir() and not (path / "config.txt").exists():
+        raise UserError(f"--durations {source}: has no run; expected a run, a TOML or JSON table, or compiled")
     return _on_this_host(path) if path.is_dir() and placed.cfg.fleet.here else read_durations(path)
 
 
