@@ -18,7 +18,7 @@ from tools.commands.bench.options import (
     sections_option,
 )
 from tools.commands.examples import EXAMPLES
-from tools.experiment import LocalPath
+from tools.experiment import LocalPath, Number
 
 EXAMPLES |= {
     "bench bisect": ("--quick", "--json"),
@@ -94,8 +94,13 @@ def retrieval(sections: list[str], peers: str, quick: bool, as_json: bool) -> No
 @click.option("--kills", default=20, show_default=True, type=click.IntRange(min=1), help="Kills of each role.")
 @click.option("--roles", default="", help="Comma-separated roles to kill; default: all, and driver, raylet, command.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the order of the kills and of their moments.")
-@click.option("--minutes", type=float, help="Start no further kill after this time; default: make them all.")
-@click.option("--every", default=0.0, help="Seconds from one kill to the next, at least; 60: one preemption a minute.")
+@click.option("--minutes", type=Number(0), help="Start no further kill after this time; default: make them all.")
+@click.option(
+    "--every",
+    type=Number(0),
+    default=0.0,
+    help="Least seconds from one kill to the next.",
+)
 @click.option("--spares", default=1, show_default=True, type=click.IntRange(0, 1), help="Warm processes that take over "
               "from the trainer, and from workers.")  # fmt: skip
 @click.option("--keep", type=LocalPath(path_type=Path), help="A new directory to keep the runs in.")

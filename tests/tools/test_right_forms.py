@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import click
 import pytest
 
-from tools.cli import main
+from tests.tools.test_second_runs import leaves
+from tools.cli import cli, main
 
 EXPERIMENT = """
 from experiments.demo.config import demo
@@ -81,3 +83,42 @@ def test_a_missing_file_names_files_of_its_kind_alone(here: Path, capsys: pytest
     assert capsys.readouterr().err == "axl: error: no file matches xyzzy12345.parquet\n"
     assert main("models list --run-dir x".split()) == 2
     assert "A run is named so" not in capsys.readouterr().err  # no run is named there
+
+
+# Numbers that the experiment, the launch or the simulation refuses by name.
+_PRICES = ("--price", "--worker-price", "--reference-price")
+CHECKED_BEHIND = {"--kill-worker-after", *_PRICES, "--hours", "--growth", "--back-s"}
+
+
+def test_every_option_that_is_a_number_refuses_what_is_none() -> None:
+    taken = list[str]()
+    for words in leaves(cli):
+        context, command = click.Context(cli), cli
+        for word in words.split():
+            assert isinstance(command, click.Group)
+            command = command.get_command(context, word)
+        assert command is not None
+        for option in command.params:
+            if isinstance(option.type, click.types.FloatParamType) and not CHECKED_BEHIND & {*option.opts}:
+                try:
+                    option.type.convert("nan", option, context)
+                except click.BadParameter:
+                    continue
+                taken.append(f"{words} {option.opts[0]}")
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "right"),
+    [
+        ("doctor --seconds -1", "Invalid value for '--seconds': -1.0 is not in the range x>=1"),
+        ("data dedup rows.jsonl --out o.jsonl --threshold nan", "Invalid value for '--threshold': 'nan' is no finite"),
+        ("data filter rows.jsonl --out o.jsonl --shortest -5", "Invalid value for '--shortest': -5 is not in the"),
+        ("serve runs/tuned --max-queue 0", "Invalid value for '--max-queue': 0 is not in the range x>=1"),
+    ],
+)
+def test_a_number_beyond_its_bounds_is_refused_by_the_option(
+    typed: str, right: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed.split()) == 2
+    assert right in capsys.readouterr().err

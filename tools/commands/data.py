@@ -13,7 +13,7 @@ import click
 
 from mesh.errors import UserError, printable
 from tools.commands import options_as
-from tools.experiment import LocalPath
+from tools.experiment import LocalPath, Number
 
 if TYPE_CHECKING:
     from rl.tasks.curation.checks import Check
@@ -92,8 +92,8 @@ def _rows_options[F: Callable[..., Any]](function: F) -> F:
 
 @command.command("filter")
 @_rows_options
-@click.option("--shortest", type=int, default=1, show_default=True, help="Characters that a text must have.")
-@click.option("--longest", type=int, help="Characters that it may have.")
+@click.option("--shortest", type=click.IntRange(0), default=1, show_default=True, help="Least characters of a text.")
+@click.option("--longest", type=click.IntRange(1), help="Most characters of a text.")
 @click.option("--require", "required", multiple=True, metavar="NAME", help="Field that must not be empty.")
 @click.option("--match", multiple=True, metavar="NAME=REGEX", help="Keep rows in whose field this is found.")
 @click.option("--drop", multiple=True, metavar="NAME=REGEX", help="Remove rows in whose field this is found.")
@@ -125,9 +125,7 @@ def filter_rows(
 
 @command.command("dedup")
 @_rows_options
-@click.option(
-    "--threshold", type=click.FloatRange(0.5, 1.0), default=0.8, show_default=True, help="Jaccard similarity."
-)
+@click.option("--threshold", type=Number(0.5, 1.0), default=0.8, show_default=True, help="Jaccard similarity.")
 @click.option("--words", type=click.IntRange(1), default=3, show_default=True, help="Words of a shingle.")
 def dedup(
     rows: Rows,
@@ -146,7 +144,7 @@ def dedup(
 @click.option("--words", type=click.IntRange(2), default=8, show_default=True, help="Words of a run (n-gram).")
 @click.option(
     "--share",
-    type=click.FloatRange(0.0, 1.0),
+    type=Number(0.0, 1.0),
     default=0.5,
     show_default=True,
     help="Least share of a question's runs of words that match.",

@@ -12,7 +12,7 @@ import click
 
 from mesh.errors import UserError, printable
 from tools.commands import options_as
-from tools.experiment import LocalPath, apply_edits, find_policy, text_options, trust_place
+from tools.experiment import LocalPath, Number, apply_edits, find_policy, text_options, trust_place
 
 if TYPE_CHECKING:
     from rl.experiment import RLExperiment
@@ -60,7 +60,7 @@ class Drawing:
 @click.option(
     "-k", "ks", type=click.IntRange(1), multiple=True, help="The k of pass@k and maj@k.  [default: 1 and samples]"
 )
-@click.option("--temperature", type=float, help="0: greedy.  [default: the policy's]")
+@click.option("--temperature", type=Number(0), help="0: greedy.  [default: the policy's]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
 @click.option("--out", type=LocalPath(path_type=Path), help="Folder of samples and figures.  [default: runs/eval/NAME]")
 @click.option("--against", type=LocalPath(path_type=Path), help="Folder of another evaluation, to compare pairs with.")

@@ -17,6 +17,7 @@ from tools.experiment.chosen import (
 from tools.experiment.options import (
     AnyPath,
     LocalPath,
+    Number,
     edit_options,
     experiment_options,
     text_options,
@@ -29,6 +30,7 @@ __all__ = [
     "Chosen",
     "Edits",
     "LocalPath",
+    "Number",
     "Modifiers",
     "apply_edits",
     "check_command",

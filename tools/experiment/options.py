@@ -1,5 +1,6 @@
 """Arguments that commands on experiments share, and the types of paths among them."""
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,17 @@ class LocalPath(click.Path):
         local_path(text, param.opts[-1] if param else "path")
         path = super().convert(value, param, ctx)
         return path.absolute() if isinstance(path, Path) and bucket_url(path) else path
+
+
+class Number(click.FloatRange):
+    """A number within bounds; nan and infinity, which click takes for such, are refused."""
+
+    @override
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number (click's error: it is none, or beyond the bounds)."""
+        if not math.isfinite(number := super().convert(value, param, ctx)):
+            self.fail(f"{value!r} is no finite number.", param, ctx)
+        return number
 
 
 class AnyPath(LocalPath):

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from rl.experiment import RLExperiment
     from rl.fleet.fleet import Placed
-    from rl.runtime.simulated.durations import Durations
     from rl.runtime.simulated.failures import Failure
     from rl.runtime.simulated.simulation import SimulationPlan
 
@@ -237,41 +236,12 @@ def _plan(placed: Placed[Any], how: SimulateOptions, failures: list[Failure]) ->
 
 def _timed(plan: SimulationPlan, placed: Placed[Any], how: SimulateOptions, prices: dict[str, float]) -> SimulationPlan:
     """Return the plan with the durations and prices of its fleet."""
+    from rl.runtime.simulated.sources.given import given_durations
     from rl.runtime.simulated.sources.prices import priced
 
-    durations = _durations(how.durations, placed)
+    durations = given_durations(how.durations, placed)
     durations = (priced(durations, placed.fleet, prices) if prices else durations).changed(how.edits)
     return dataclasses.replace(plan, durations=durations)
-
-
-def _durations(source: str | None, placed: Placed[Any]) -> Durations:
-    """Return the durations of a source, of the defaults if there is none."""
-    from rl.runtime.simulated.durations import Durations, read_durations
-
-    if source is None:
-        return Durations()
-    if source == "compiled":
-        from mesh.topology import prepare_compiler
-        from rl.runtime.simulated.sources.compiled import compiled
-
-        prepare_compiler()
-        return compiled(placed)
-    path = Path(source)
-    if not path.exists():
-        raise UserError(f"--durations {source}: there is no such file or run; expected one, or compiled")
-    if path.is_dir() and not (path / "config.txt").exists():
-        raise UserError(f"--durations {source}: has no run; expected a run, a TOML or JSON table, or compiled")
-    return _on_this_host(path) if path.is_dir() and placed.cfg.fleet.here else read_durations(path)
-
-
-def _on_this_host(run: Path) -> Durations:
-    """Return the durations of a run whose roles shared this host's cores."""
-    import os
-
-    from rl.runtime.simulated.sources.calibration import calibrated_run
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return calibrated_run(run, cores)
 
 
 def _show(found: dict[str, Any], shown: ShownOptions) -> None:

@@ -16,7 +16,7 @@ import click
 from mesh.errors import UserError, install_hint
 from mesh.imports import collect_rarely, no_blas_threads
 from tools.commands import options_as
-from tools.experiment import LocalPath, apply_edits, find_policy, text_options, warn_of_idle_accelerator
+from tools.experiment import LocalPath, Number, apply_edits, find_policy, text_options, warn_of_idle_accelerator
 
 if TYPE_CHECKING:
     from axlearn_like.layers.wrappers.adapters import Adapter
@@ -76,8 +76,8 @@ class Access:
     metavar="NAME",
     help="Without an API key: accept this Host and Origin besides loopback ones. May be repeated.",
 )
-@click.option("--max-queue", type=int, help="Waiting requests beyond which more are refused.")
-@click.option("--grace", type=float, help="Seconds for unfinished requests after SIGTERM or Ctrl-C.")
+@click.option("--max-queue", type=click.IntRange(1), help="Waiting requests beyond which more are refused.")
+@click.option("--grace", type=Number(0), help="Seconds for unfinished requests after SIGTERM or Ctrl-C.")
 @click.option(
     "--set",
     "sets",
