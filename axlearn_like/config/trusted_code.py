@@ -69,7 +69,9 @@ def import_place(place: str) -> ModuleType:
             ) from error
         if not name.startswith(missing):
             raise  # an import inside the module: its own error
-        raise UserError(f"no module {missing!r} (in {place!r})") from error
+        file = Path(f"{name.replace('.', '/')}.py")
+        hint = f"; a file is named with its ending: {file}" if file.is_file() else ""
+        raise UserError(f"no module {missing!r} (in {place!r}){hint}") from error
 
 
 def check_module(name: str, where: str) -> None:

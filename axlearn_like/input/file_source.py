@@ -156,6 +156,10 @@ def find_files(files: str | tuple[str, ...], origin: str = "") -> list[Path]:
             raise InputError(f"{pattern}: the environment variable {unset[1]} is not set{hint}")
         names = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
         names = [name for name in names if os.path.isfile(name)]
+        if not names and os.path.isdir(pattern):
+            endings = {path.suffix for path in Path(pattern).iterdir() if path.is_file() and path.suffix}
+            inside = " or ".join(str(Path(pattern, f"*{suffix}")) for suffix in sorted(endings)[:3])
+            raise InputError(f"{pattern} is a folder, expected files{inside and f', such as {inside}'}{hint}")
         if not names:
             raise InputError(f"no file matches {pattern}{_nearest(Path(pattern))}{hint}")
         found += [Path(name) for name in names]

@@ -39,6 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+TOKENIZER = "data train-tokenizer {} --field prompt --vocab-size 300 --out out"
 FILTER = "data filter {} --field prompt --out out.jsonl"
 
 
@@ -46,6 +47,7 @@ FILTER = "data filter {} --field prompt --out out.jsonl"
     ("typed", "right"),
     [
         ("rl mine.py", "mine.py is a file: name one of its functions: mine.py:tuned\n"),
+        ("train mine:tuned", "no module 'mine' (in 'mine'); a file is named with its ending: mine.py"),
         ("train mine", "mine.py is a file: name one of its functions: mine.py:tuned\n"),
         (
             "launch ./plain.py --on local",
@@ -66,6 +68,9 @@ FILTER = "data filter {} --field prompt --out out.jsonl"
         ("train demo runs/tuned", "A run directory is an option here: --run-dir DIR"),
         ("rl demo --run runs/tuned", "A run is named so: --run-dir DIR"),
         (FILTER.format("tran.jsonl"), "no file matches tran.jsonl; did you mean 'train.jsonl'?"),
+        (FILTER.format("rows"), "no file matches rows"),
+        (TOKENIZER.format("."), ". is a folder, expected files, such as *.jsonl or *.md or *.py"),
+        (TOKENIZER.format("runs"), "runs is a folder, expected files\n"),
         (FILTER.format("rows/train.jsonl"), "there is no folder rows; known: runs"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,7 +66,7 @@ def train_tokenizer(
         click.echo(f"finished before: {directory} is the tokenizer of these texts; nothing is written; {use}")
         return
     texts = Texts(read_texts(names, fields))
-    tokenizer = train_bpe(texts, vocab_size, progress=not quiet)
+    tokenizer = train_bpe(texts, vocab_size, progress=not quiet and sys.stderr.isatty())
     write_tokenizer(tokenizer, directory, texts.recipe(vocab_size))
     built = HuggingFaceTokenizer.Config(path=str(directory)).build()
     if built.vocab_size < vocab_size:
