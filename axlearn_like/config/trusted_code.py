@@ -23,7 +23,7 @@ from axlearn_like.config.declared import (
     nearest_declared,
 )
 from axlearn_like.config.errors import ImportNameError
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean
 
 OWN = ("axlearn_like", "experiments", "mesh", "models", "rl")
 _EXPECTED = f"{', '.join(OWN)}, declared functions of jax and optax"
@@ -144,7 +144,8 @@ def _trust(place: str) -> str:
         return place
     path = Path(place).resolve()
     if not path.is_file():
-        raise UserError(f"no file {path}")
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.py")])
+        raise UserError(f"no file {path}{near}")
     name = path.stem
     if _files.get(name) != path:
         if name in _files and name not in sys.modules:  # another file of that name, which was not imported

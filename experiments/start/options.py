@@ -60,6 +60,17 @@ class StartOptions:
             raise UserError(f"--{name} {getattr(self, name)}: {error}") from None
         return files
 
+    def check_export(self, run: Path) -> None:
+        """Refuse an `export` that could not be written when `run` has ended (UserError)."""
+        if self.export is None or bucket_url(self.export) is not None:
+            return
+        from models.huggingface.checkpoints.work_directory import check_free
+        from models.huggingface.config_json import FILE
+
+        target = Path(self.export).expanduser().absolute()
+        if check_free(target, f"--export {self.export}", content=FILE) and not run.exists():
+            raise UserError(f"--export {self.export}: has a model already; expected a directory that is not there yet")
+
     @property
     def named(self) -> dict[str, str]:
         """Columns by their part in a row, as `--columns` names them (UserError: it is no list of such)."""

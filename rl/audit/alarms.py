@@ -58,7 +58,7 @@ class Alarms(Configurable):
             self._steps[name].append(row["step"])
             count = len(self._steps[name])
             if began or (not rule.lasting and count & (count - 1) == 0):
-                times = f", the {count}th time" if count > 2 and not rule.lasting else ""
+                times = f", {count} times by now" if count > 2 and not rule.lasting else ""
                 yield f"alarm {name} at update {row['step']}{times}: {f'{found}: ' if found else ''}{rule.meaning}"
 
     def raised(self) -> dict[str, dict[str, Any]]:

@@ -106,7 +106,7 @@ def test_every_option_that_is_a_number_refuses_what_is_none() -> None:
         for option in command.params:
             if isinstance(option.type, click.types.FloatParamType) and not CHECKED_BEHIND & {*option.opts}:
                 try:
-                    option.type.convert("nan", option, context)
+                    click.types.ParamType.__call__(option.type, "nan", option, context)
                 except click.BadParameter:
                     continue
                 taken.append(f"{words} {option.opts[0]}")
@@ -119,7 +119,6 @@ def test_every_option_that_is_a_number_refuses_what_is_none() -> None:
         ("doctor --seconds -1", "Invalid value for '--seconds': -1.0 is not in the range x>=1"),
         ("data dedup rows.jsonl --out o.jsonl --threshold nan", "Invalid value for '--threshold': 'nan' is no finite"),
         ("data filter rows.jsonl --out o.jsonl --shortest -5", "Invalid value for '--shortest': -5 is not in the"),
-        ("serve runs/tuned --max-queue 0", "Invalid value for '--max-queue': 0 is not in the range x>=1"),
     ],
 )
 def test_a_number_beyond_its_bounds_is_refused_by_the_option(

@@ -63,10 +63,11 @@ def begin(command: str, run: RunOptions, start: StartOptions) -> tuple[RunOption
     Raises:
         UserError: the model, rows or devices do not fit `axl COMMAND`.
     """
-    from tools.experiment import trust_place
+    from tools.experiment import default_run_dir, trust_place
 
     if not is_start(run, start):
         trust_place(start.reward or "")
+        start.check_export(default_run_dir(run.experiment or "", run.run_dir))
         return run, start, None
     if run.experiment is not None and run.experiment.endswith(_RECIPES):
         run, start = _with_recipe(command, run, start)
@@ -77,9 +78,11 @@ def begin(command: str, run: RunOptions, start: StartOptions) -> tuple[RunOption
     from experiments.start import plan_start
 
     trust_place(start.reward or "")
-    found = plan_start(command, dataclasses.replace(start, seed=run.seed or 0))
     name = run_name(command, start) if start.save_experiment is None else Path(start.save_experiment).stem
-    return dataclasses.replace(run, seed=None, run_dir=run.run_dir or Path("runs") / name), start, found
+    where = run.run_dir or Path("runs") / name
+    start.check_export(where)
+    found = plan_start(command, dataclasses.replace(start, seed=run.seed or 0))
+    return dataclasses.replace(run, seed=None, run_dir=where), start, found
 
 
 def run_name(command: str, start: StartOptions) -> str:

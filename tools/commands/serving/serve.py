@@ -76,7 +76,7 @@ class Access:
     metavar="NAME",
     help="Without an API key: accept this Host and Origin besides loopback ones. May be repeated.",
 )
-@click.option("--max-queue", type=click.IntRange(1), help="Waiting requests beyond which more are refused.")
+@click.option("--max-queue", type=int, help="Waiting requests beyond which more are refused.")
 @click.option("--grace", type=Number(0), help="Seconds for unfinished requests after SIGTERM or Ctrl-C.")
 @click.option(
     "--set",
