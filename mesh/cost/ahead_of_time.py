@@ -11,12 +11,10 @@ results are right is for other tests.
 
 import dataclasses
 import functools
-import os
 import re
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,6 +24,7 @@ from jax.sharding import Mesh
 from mesh.cost.arithmetic import Products, products
 from mesh.cost.hlo import HloModule, parse
 from mesh.errors import UserError
+from mesh.programs.interruptible import map_in_threads
 from mesh.topology import Topology, topology_devices
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -169,8 +168,7 @@ def compile_steps(
         with jax.set_mesh(mesh):
             return *_compile(lowered, options), time.monotonic() - began
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        results = list(threads.map(compiled, [lowered for _, lowered in traced]))
+    results = map_in_threads(compiled, [lowered for _, lowered in traced])
     share = (time.process_time() - cpu) / max(1, len(steps))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     found: list[Compiled] = []
@@ -238,7 +236,8 @@ def memory_per_device(topology: Topology) -> int:
     """Return the bytes that programs may use, read from the compiler's refusal of one that is far too large."""
     device = topology_devices(dataclasses.replace(topology, slices=1))[0]
     huge = jax.ShapeDtypeStruct((1 << 40,), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))
-    _, shortage = _compile(jax.jit(lambda x: x + 1).lower(huge), None)
+    lowered = jax.jit(lambda x: x + 1).lower(huge)
+    [(_, shortage)] = map_in_threads(lambda one: _compile(one, None), [lowered])
     if shortage is None or not shortage.available:
         raise RuntimeError(f"the compiler for {topology} accepted an array of 2 TiB, or did not say what there is")
     return shortage.available

@@ -1,7 +1,6 @@
 """A policy behind an endpoint that speaks OpenAI's chat completions: its answers, and its episodes in environments."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, override
 
@@ -11,6 +10,7 @@ from axlearn_like.config import REQUIRED, ConfigBase, Configurable
 from axlearn_like.input.shuffle import derived_seed
 from axlearn_like.run.progress import Progress
 from mesh.errors import UserError
+from mesh.programs.interruptible import map_in_threads
 from rl.environments.environment import Consult, Environment, checked_consult, checked_observation, checked_step, row_of
 from rl.environments.roles import check_alone
 from rl.environments.scoring import score_rollouts
@@ -74,8 +74,7 @@ class ServedPolicy(Configurable):
             if isinstance(environment, Environment.Config) and problem.family not in self._shared:
                 self._shared[problem.family] = environment.share()
         asked = [(problem, sample, seed) for problem in problems for sample in range(count)]
-        with ThreadPoolExecutor(self._cfg.at_once) as threads:
-            played = list(threads.map(lambda one: self._played(*one), asked))
+        played = map_in_threads(lambda one: self._played(*one), asked, self._cfg.at_once)
         rollouts = [
             Rollout(problem.id, sample, **_TOKENS, finish_reason=_REASONS[episode.ended], episode=episode)
             for (problem, sample, _), (episode, _) in zip(asked, played, strict=True)

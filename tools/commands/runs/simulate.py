@@ -239,6 +239,8 @@ def _timed(plan: SimulationPlan, placed: Placed[Any], how: SimulateOptions, pric
     from rl.runtime.simulated.sources.given import given_durations
     from rl.runtime.simulated.sources.prices import priced
 
+    if how.durations == "compiled":
+        click.echo(f"compiling for {placed.fleet.trainer.text} and {placed.fleet.worker.text}: minutes, once", err=True)
     durations = given_durations(how.durations, placed)
     durations = (priced(durations, placed.fleet, prices) if prices else durations).changed(how.edits)
     return dataclasses.replace(plan, durations=durations)
