@@ -95,7 +95,10 @@ def publish(run: RunDirectory, out: Path) -> PublishedRun:
         versions={row["version"]: row["checksum"] for row in pushed if row["version"] <= len(rows)},
         rows=rows,
     )
-    replace_file(out, packed(made))
+    try:
+        replace_file(out, packed(made))
+    except OSError as error:
+        raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from error
     return made
 
 

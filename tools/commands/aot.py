@@ -54,7 +54,7 @@ class Search:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 @click.option("--sweep", is_flag=True, help="Search mesh shapes, remat and microbatches for the best step that fits.")
 @click.option("--sweep-limit", default=12, show_default=True, type=click.IntRange(1), help="Compilations of a sweep.")
-@click.option("--sweep-cache", type=LocalPath(path_type=Path), help="JSON lines by which a sweep goes on.")
+@click.option("--sweep-cache", type=LocalPath(path_type=Path, dir_okay=False), help="Rows by which a sweep goes on.")
 @click.option("--hlo", type=LocalPath(path_type=Path, dir_okay=False), help="Write the optimised program's text.")
 @click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Compiler option. May be repeated.")
 @options_as(target=Target, search=Search)

@@ -62,7 +62,7 @@ class Drawing:
 )
 @click.option("--temperature", type=Number(0), help="0: greedy.  [default: the policy's]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws.")
-@click.option("--out", type=LocalPath(path_type=Path), help="Folder of samples and figures.  [default: runs/eval/NAME]")
+@click.option("--out", type=LocalPath(path_type=Path, file_okay=False), help="Folder.  [default: runs/eval/NAME]")
 @click.option("--against", type=LocalPath(path_type=Path), help="Folder of another evaluation, to compare pairs with.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, as the last line.")
 @click.option("--random-weights", "untrained", is_flag=True, help="Evaluate an untrained policy.")

@@ -12,7 +12,7 @@ import click
 from axlearn_like.config.consent import allow
 from axlearn_like.config.trusted_code import remember
 from axlearn_like.run.object_store import local_path
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean
 from mesh.files.bucket import Bucket, bucket_url
 
 
@@ -24,6 +24,9 @@ class LocalPath(click.Path):
         """Return the path as `click.Path` does; one whose first folder is `gs:` is absolute, as `./` is lost."""
         text = os.fspath(value)
         local_path(text, param.opts[-1] if param else "path")
+        if self.exists and not os.path.lexists(text):
+            around = Path(text).parent.iterdir() if Path(text).parent.is_dir() else ()
+            self.fail(f"{text!r} does not exist{did_you_mean(Path(text).name, [p.name for p in around])}", param, ctx)
         path = super().convert(value, param, ctx)
         return path.absolute() if isinstance(path, Path) and bucket_url(path) else path
 

@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Leave out what measures and computes: half a minute.")
 @click.option("--run-dir", type=LocalPath(path_type=Path), default="runs", show_default=True, help="Disk to look at.")
 @click.option("--bucket", metavar="URL", help="Try an object of its own there: gs://NAME/FOLDER.")
-@click.option(
-    "--seconds",
-    type=Number(1),
-    default=480.0,
-    show_default=True,
-    help="Deadline of all checks.",
-)
+@click.option("--seconds", type=Number(1), default=480.0, show_default=True, help="Deadline of all checks.")
 @click.pass_context
 def command(
     context: click.Context,

@@ -13,7 +13,7 @@ from tools.experiment import AnyPath, LocalPath
 @click.argument("runs", metavar="RUN RUN ...", nargs=-1, required=True, type=AnyPath(path_type=Path))
 @click.option("--metric", "metrics", multiple=True, metavar="PHASE/NAME", help="A figure to lay side by side, such as "
               "rl/entropy; may be repeated.  [default: reward, pass@1, losses, entropy]")  # fmt: skip
-@click.option("--out", type=LocalPath(path_type=Path), help="Write a page with charts here, too.")
+@click.option("--out", type=LocalPath(path_type=Path, dir_okay=False), help="Write a page with charts here, too.")
 def command(runs: tuple[Path, ...], metrics: tuple[str, ...], out: Path | None) -> None:
     """Lay two to ten runs side by side: curves, first, last and best values, and where their configs differ.
 

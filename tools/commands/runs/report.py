@@ -13,13 +13,15 @@ from tools.experiment import AnyPath, LocalPath
 if TYPE_CHECKING:
     from tools.report import Run
 
+_FILE = LocalPath(path_type=Path, dir_okay=False)
+
 
 @click.command("report")
 @click.argument("run", metavar="RUN", type=AnyPath(path_type=Path))
 @click.option("--open", "open_page", is_flag=True, help="Show the page in the browser.")
 @click.option("--check", is_flag=True, help="Print what must hold of an RL run; exit status 1 if something is broken.")
-@click.option("--output", type=LocalPath(path_type=Path), help="Write the page here. Default: RUN/report.html.")
-@click.option("--episodes", type=LocalPath(path_type=Path), help="Write recorded episodes here as JSONL, no report.")
+@click.option("--output", type=_FILE, help="Write the page here. Default: RUN/report.html.")
+@click.option("--episodes", type=_FILE, help="Write recorded episodes here as JSONL, no report.")
 @click.option("--form", type=click.Choice(["openai", "atif"]), default="openai", help="Form of --episodes.")
 def command(
     run: Path, open_page: bool, check: bool, output: Path | None, episodes: Path | None, form: Literal["openai", "atif"]
