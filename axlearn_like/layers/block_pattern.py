@@ -21,7 +21,9 @@ from axlearn_like.layers.base import Layer, Params, Workload, bind, build_abstra
 from axlearn_like.layers.moe.routing import RoutingLayout
 from axlearn_like.layers.pipeline import AXIS, shard_layers
 from axlearn_like.remat import Remat, checkpoint
+from mesh.devices import platform
 from mesh.errors import UserError
+from mesh.programs.shared import traced_once, unknown_indices
 from mesh.rules import axis_sizes
 from mesh.sharding import full_spec
 
@@ -153,7 +155,10 @@ def scan_segment(
     """
     period = len(applies)
     if period == 1:
-        return jax.lax.scan(checkpoint(applies[0], remat), carry, layers, unroll=unroll)
+        apply, count = checkpoint(applies[0], remat), jax.tree.leaves(layers)[0].shape[0]
+        if 1 < count <= unroll and platform() == "cpu":
+            return _one_by_one(apply, carry, layers, count)
+        return jax.lax.scan(apply, carry, layers, unroll=unroll)
 
     def of_group(apply: Apply, index: int) -> Apply:
         # Checkpointed with the whole group: what a layer is given is stored, so its slice would be a copy of the stack.
@@ -171,6 +176,33 @@ def scan_segment(
     groups = jax.tree.map(lambda leaf: _reshaped(leaf, 1, (leaf.shape[0] // period, period)), layers)
     carry, aux = jax.lax.scan(group, carry, groups, unroll=max(1, unroll // period))
     return carry, jax.tree.map(lambda leaf: _reshaped(leaf, 2, (leaf.shape[0] * period,)), aux)
+
+
+def _one_by_one(apply: Apply, carry: Any, layers: Any, count: int) -> tuple[Any, Aux]:
+    """Return what a scan over all layers at once does, for CPUs: what differs by layer is unknown to the compiler.
+
+    A scan would slice at constants, and XLA compile a kernel for each layer.
+    """
+    leaves, treedef = jax.tree.flatten(layers)
+    indices = unknown_indices(count)
+    entries = [_unstacked(leaf, indices) if jnp.issubdtype(leaf.dtype, jnp.floating) else _read(leaf, indices)
+               for leaf in leaves]  # fmt: skip
+    run, found = traced_once(apply), list[Aux]()
+    for index in range(count):
+        carry, aux = run(carry, treedef.unflatten([each[index] for each in entries]))
+        found.append(aux)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+
+
+def _read(stack: jax.Array, indices: list[jax.Array]) -> list[jax.Array]:
+    return [jax.lax.dynamic_index_in_dim(stack, index, keepdims=False) for index in indices]
+
+
+# The gradient of a stack is that of its entries side by side; by default zeros, to which each of them is added.
+_unstacked: Any = jax.custom_vjp(_read)
+_unstacked.defvjp(
+    lambda stack, indices: (_read(stack, indices), len(indices)), lambda count, x: (jnp.stack(x), [None] * count)
+)
 
 
 def _reshaped(x: jax.Array, axes: int, new: tuple[int, ...]) -> jax.Array:

@@ -1,6 +1,7 @@
 """The decoder against numpy in float64: values, and gradients by differences of that reference."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,14 @@ def test_remat_and_unrolling_change_no_value(remat, scan_unroll):
     both = value_and_gradient(), value_and_gradient(remat, scan_unroll)
     for a, b in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_stack_that_is_unrolled_is_read_where_the_compiler_does_not_know():
+    graphdef, params = initialise(small_decoder(scan_unroll=3))
+    text = jax.jit(jax.grad(loss), static_argnums=1).lower(params, graphdef).as_text()
+    depth = small_decoder().num_layers
+    assert re.findall(rf"stablehlo.dynamic_slice .*tensor<{depth}x", text)
+    assert not re.findall(rf"stablehlo.slice %\w+ \[1:2, .*tensor<{depth}x", text)
 
 
 @pytest.mark.full  # test_remat.py counts what is stored in every run
