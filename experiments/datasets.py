@@ -8,12 +8,14 @@ in any module of this package adds one. Their files are the user's, by path; not
 """
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from experiments.registry import Entry, read_entries
+from mesh.errors import UserError
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.datasets import rows
@@ -76,6 +78,10 @@ def named_tasks(parts: Sequence[str]) -> TaskMixture.Config:
     for part in parts:
         label, equals, file = part.partition("=")
         if not equals:
+            if "." in part or os.sep in part:
+                raise UserError(f"--tasks {part}: expected NAME=FILE, such as {Path(part).name.split('.')[0]}={part}")
+            if find_dataset(part) is not None:
+                raise UserError(f"--tasks {part}: expected the file of its rows, {part}=FILE")
             families.append(TaskFamily.Config(name=label))
             continue
         published = find_dataset(label)

@@ -10,7 +10,7 @@ import numpy as np
 
 from axlearn_like.config import ConfigBase, to_text
 from axlearn_like.run.metrics import read_rows
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean
 from mesh.files.written import open_written, replace_file
 from rl.protocol.messages import Problem
 from rl.tasks.mixture import TaskMixture
@@ -87,7 +87,8 @@ def sample_rows(folder: Path) -> Iterator[Row]:
     """Return the rows of an evaluation's folder; UserError if there are none."""
     rows = read_rows(folder / SAMPLES)
     if not rows:
-        raise UserError(f"{folder} has no samples of an evaluation ({SAMPLES}); see `axl eval --out`")
+        near = did_you_mean(folder.name, [one.parent.name for one in folder.parent.glob(f"*/{SAMPLES}")])
+        raise UserError(f"{folder} has no samples of an evaluation ({SAMPLES}){near}; see `axl eval --out`")
     return iter(rows)
 
 

@@ -67,6 +67,8 @@ FILTER = "data filter {} --field prompt --out out.jsonl"
         ("report runs/tuned --output runs", "File 'runs' is a directory"),
         ("compare runs/tuned runs/tuned --out runs", "File 'runs' is a directory"),
         ("eval runs/tuned --out mine.py", "Directory 'mine.py' is a file"),
+        ("eval demo --random-weights --tasks train.jsonl", "expected NAME=FILE, such as train=train.jsonl"),
+        ("eval demo --random-weights --tasks gsm8k", "--tasks gsm8k: expected the file of its rows, gsm8k=FILE"),
         ("report --run-dir runs/tuned", "No such option '--run-dir'. A run is named so: axl report RUN"),
         ("watch --run runs/tuned", "A run is named so: axl watch [RUN]"),
         ("worker --run-dir runs/tuned", "A run is named so: axl worker RUN"),
@@ -87,6 +89,18 @@ def test_a_wrong_form_is_answered_with_the_right_one(
     said = capsys.readouterr().err
     assert right in said
     assert ".git" not in said
+
+
+def test_an_evaluation_is_compared_with_one_that_there_is_before_it_draws(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "runs" / "eval" / "base").mkdir(parents=True)
+    (here / "runs" / "eval" / "base" / "samples.jsonl").write_text("{}\n")
+    assert main("eval demo --random-weights --problems 1 --samples 1 --against runs/eval/bse".split()) == 2
+    assert (
+        "runs/eval/bse has no samples of an evaluation (samples.jsonl); did you mean 'base'?" in capsys.readouterr().err
+    )
+    assert not (here / "runs" / "eval" / "demo").exists()
 
 
 def test_a_missing_file_names_files_of_its_kind_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,10 +83,13 @@ def command(
     ks = tuple(sorted(set(drawing.ks or (1, drawing.samples))))
     if max(ks) > drawing.samples:
         raise UserError(f"pass@{max(ks)} needs --samples {max(ks)} or more; there are {drawing.samples}")
-    folder = out or Path("runs") / "eval" / _label(name)
-    result = evaluate_policy(name, named, folder, dataclasses.replace(drawing, ks=ks), against)
+    from rl.evaluation.samples import sample_rows
     from rl.evaluation.standalone import compare_folders
 
+    if against is not None:
+        sample_rows(against)  # refused before anything is drawn
+    folder = out or Path("runs") / "eval" / _label(name)
+    result = evaluate_policy(name, named, folder, dataclasses.replace(drawing, ks=ks), against)
     compared = None if against is None else compare_folders(against, folder, seed=drawing.seed)
     if as_json:
         click.echo(json.dumps({**result, "compared": compared} if compared else result))
