@@ -41,6 +41,8 @@ class CheckpointTiers:
     def __init__(self, checkpointer: Checkpointer, best: KeepBest | None, events: EventLog):
         self.memory: MemoryTier | None = None  # set before anything is restored; None: there is none
         self.writes: Callable[[], bool] = lambda: True  # rule: False where another process saves
+        # Function (step, state) -> the state to save, where each process has a part of it; None: not here, or not now
+        self.gathered: Callable[[int, Mapping[str, Any]], Mapping[str, Any] | None] = lambda step, state: state
         self._local, self._best, self._events = checkpointer, best, events
         self._unfinished: dict[int, float | None] = {}  # steps on their way to the disk -> value of the best metric
         self._saved: int | None = None  # the last step that `save` was called with
@@ -104,9 +106,12 @@ class CheckpointTiers:
         Raises:
             CheckpointError, DiskFull: a save failed. UserError: the best is sought by an unknown metric.
         """
-        if step == self._saved or not self.writes():
+        if step == self._saved:
             return
-        self._local.save(step, state, extras)
+        whole = self.gathered(step, state)
+        if whole is None or not self.writes():
+            return
+        self._local.save(step, whole, extras)
         self._saved, self._unfinished[step] = step, None
         if self._best is not None and scalars is not None and self._valued_later is None:
             self._unfinished[step] = self._best.value(scalars)  # saved first: a wrong name costs no checkpoint

@@ -6,8 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, override
 
+from jax.sharding import Mesh
+
 from axlearn_like.checkpoint.tiers import CheckpointTiers
 from axlearn_like.config import ConfigBase, Configurable
+from axlearn_like.elastic.experts import LEAST_ROWS, SpreadExperts
 from axlearn_like.elastic.member import Member
 from axlearn_like.elastic.membership import MemberTimeouts
 from axlearn_like.elastic.memory import PeerMemory
@@ -24,6 +27,7 @@ class Elastic(Configurable):
         parts: int = 16  # parts of a batch, summed in a fixed tree; no more members than that have work
         silence: float = 10.0  # seconds without a sign of life after which a member counts as lost
         patience: float = 60.0  # seconds for all members to come at the start, and for a member that others wait for
+        experts: SpreadExperts.Config | None = None  # experts of which each member holds a part; None: each holds all
 
         @override
         def check_fields(self) -> None:
@@ -41,6 +45,18 @@ class Elastic(Configurable):
             self.require("parts", rows % self.parts == 0, f"a divisor of input.batch_size, {rows}")
             trainer.require("loss", not trainer.loss.scores, "one that scores by no other policy, with elastic")
             trainer.require("model", drops_out is None, f"one without dropout, with elastic ({drops_out} has some)")
+
+        def check_members(self, trainer: Any, members: int) -> None:
+            """Refuse more members than there is work for, or fewer than there is room for experts (ConfigError)."""
+            self.require("parts", members <= self.parts, f"{members} or more: each of {members} members computes some")
+            if self.experts is not None:
+                self.experts.check_members(trainer.model.block.feed_forward.num_experts, members)
+
+        def check_mesh(self, mesh: Mesh) -> None:
+            """Refuse a mesh that shards parameters where experts are spread (ConfigError)."""
+            fits = self.experts is None or (mesh.shape["data"] == mesh.size and LEAST_ROWS % mesh.size == 0)
+            expected = f"None on a mesh of {mesh.size} devices; with experts the axis data alone, of 1, 2, 4 or 8"
+            self.require("experts", fits, expected)
 
         def step(
             self, summed: Summed, member: Member | None, *, tiers: CheckpointTiers, described: tuple[Any, Any]
@@ -62,8 +78,7 @@ class Elastic(Configurable):
         def supervisor(
             self, command: Sequence[str], members: int, events: EventLog, say: Callable[[str], None]
         ) -> MemberSupervisor:
-            """Return what starts members by a command (ConfigError: there are fewer parts than members)."""
-            self.require("parts", members <= self.parts, f"{members} or more: each of {members} members computes some")
+            """Return what starts members by a command."""
             return MemberSupervisor(command, members, events, MemberTimeouts(self.silence, self.patience), say)
 
 
@@ -103,8 +118,7 @@ def finish(member: Member, loop: Any) -> None:
     """Return when all members have ended after the same update; those that lack its state get it, the leader saves."""
     while not member.over:
         member.agree(loop.step, lambda: loop.step_fn.offer(loop.state))
-        if member.is_leader():
-            loop.save()
-            loop.tiers.wait()
+        loop.save()
+        loop.tiers.wait()
         member.finish()
         member.wait(1.0)

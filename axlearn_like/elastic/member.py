@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -18,6 +18,9 @@ _BEAT = 1.0  # seconds between signs of life
 
 class Changed(Exception):
     """Signal of a change of the members: what is under way is to be begun again."""
+
+
+Message = tuple[dict[str, Any], list[np.ndarray]]  # header and arrays
 
 
 class OfferedState(NamedTuple):
@@ -42,7 +45,7 @@ class Member:
         self.index, self._key, self._patience = index, key, patience
         self._condition = threading.Condition()
         self._epoch, self._view = 0, Membership(-1, ())  # apart: there is a change to agree on
-        self._mail: dict[tuple[Any, ...], tuple[dict[str, Any], list[np.ndarray]]] = {}
+        self._mail: dict[tuple[Any, ...], Message] = {}
         self._offer: tuple[int, OfferedState] | None = None
         self._over = self._cut_off = False
         self._peers: dict[Address, Channel] = {}
@@ -58,6 +61,11 @@ class Member:
     def is_leader(self) -> bool:
         """True in the member that writes logs and checkpoints."""
         return bool(self._view.members) and self._view.members[0].index == self.index
+
+    @property
+    def view(self) -> Membership:
+        """The view in force, which may be about to change."""
+        return self._view
 
     @property
     def stopping(self) -> bool:
@@ -124,7 +132,7 @@ class Member:
         vectors = {node: vector[pieces[mine]] for node, (vector, _) in have.items()}
         scalars = {node: metrics for node, (_, metrics) in have.items()}
         for _, place in others:
-            header, arrays = self._take(view, step, "parts", place)
+            header, arrays = self.take(view, step, "parts", place)
             each = len(arrays) // len(header["nodes"])
             for number, node in enumerate(map(tuple, header["nodes"])):
                 vectors[node], *scalars[node] = arrays[number * each : (number + 1) * each]
@@ -134,7 +142,7 @@ class Member:
         for _, place in others:
             self._send(view, place, {"kind": "sum", "step": step}, [total[pieces[mine]]])
         for n, place in others:
-            total[pieces[n]] = self._take(view, step, "sum", place)[1][0]
+            total[pieces[n]] = self.take(view, step, "sum", place)[1][0]
         return total, fold(root, scalars, add)
 
     def completed(self, step: int) -> None:
@@ -142,27 +150,51 @@ class Member:
         self._offer = None
         self._tell("step", epoch=self._view.epoch, step=step)
 
-    def fetch(self, view: Membership, leaves: int) -> OfferedState:
+    def fetch(self, view: Membership) -> OfferedState:
         """Return the newest state, from all members that have it, each a part of its arrays.
 
         Raises:
             Changed: a member is gone, or has come.
         """
         sources = view.sources
-        arrays: list[Any] = [None] * leaves
+        shares: list[list[np.ndarray]] = []
         extras: dict[str, Any] = {}
         try:
             channels = [self._peer(place) for place in sources]
             for number, channel in enumerate(channels):
                 channel.send({"kind": "fetch", "epoch": view.epoch, "first": number, "of": len(sources)})
-            for number, channel in enumerate(channels):
-                header, arrays[number :: len(sources)] = channel.receive()
+            for channel in channels:
+                header, share = channel.receive()
+                shares.append(share)
                 extras = header["extras"] or extras
         except FAILURES:
             self._peers.clear()
-            self._wait_for_change(view)
-        self._tell("fetched", bytes=sum(array.nbytes for array in arrays))
+            self.await_change(view)
+        arrays: list[Any] = [None] * sum(map(len, shares))
+        for number, share in enumerate(shares):
+            arrays[number :: len(sources)] = share
+        self.fetched(arrays)
         return OfferedState(arrays, extras)
+
+    def fetched(self, arrays: Sequence[np.ndarray]) -> None:
+        """Tell of arrays that have come from the memory of others."""
+        self._tell("fetched", bytes=sum(array.nbytes for array in arrays))
+
+    def exchange(self, view: Membership, step: int, kind: str, out: Sequence[Message]) -> list[Message]:
+        """Return the messages of this kind from all members, for one to each, in the order of the view.
+
+        Raises:
+            Changed: a member is gone, or has come.
+        """
+        mine = view.position(self.index)
+        for n, place in enumerate(view.members):
+            if n != mine:
+                self.push(view, step, kind, place, out[n])
+        return [out[n] if n == mine else self.take(view, step, kind, place) for n, place in enumerate(view.members)]
+
+    def push(self, view: Membership, step: int, kind: str, place: MemberEntry, message: Message) -> None:
+        """Send a message to one member, which may take it (Changed: see `exchange`)."""
+        self._send(view, place, {**message[0], "kind": kind, "step": step}, message[1])
 
     def finish(self) -> None:
         """Tell that this member has ended, if it has not since the last change."""
@@ -244,21 +276,20 @@ class Member:
             self._peer(place).send({**header, "epoch": view.epoch, "index": self.index}, arrays)
         except FAILURES:
             self._peers.pop(place.address, None)
-            self._wait_for_change(view, place)
+            self.await_change(view, place)
 
-    def _take(
-        self, view: Membership, step: int, kind: str, place: MemberEntry
-    ) -> tuple[dict[str, Any], list[np.ndarray]]:
+    def take(self, view: Membership, step: int, kind: str, place: MemberEntry) -> Message:
+        """Return such a message from a member (Changed: see `exchange`)."""
         key = (view.epoch, step, kind, place.index)
         with self._condition:
             there = self._wait(lambda: key in self._mail or self.changed, self._patience)
             if key in self._mail:
                 return self._mail.pop(key)
-        self._wait_for_change(view, None if there else place)
+        self.await_change(view, None if there else place)
         raise Changed
 
-    def _wait_for_change(self, view: Membership, suspect: MemberEntry | None = None) -> None:
-        """Wait for the change that a failure belongs to; where there is none, the suspect is excluded by one."""
+    def await_change(self, view: Membership, suspect: MemberEntry | None = None) -> NoReturn:
+        """Wait for the change that a failure belongs to, and raise Changed; without one the suspect is excluded."""
         with self._condition:
             changed = self._wait(lambda: self._epoch != view.epoch, 1.0)
         if not changed and suspect is not None:

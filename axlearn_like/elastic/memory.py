@@ -1,13 +1,20 @@
 """The memory of the other members as a tier of checkpoints: a process that comes takes its state from there."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
-import jax
-
-from axlearn_like.elastic.member import Changed, Member
-from axlearn_like.elastic.update import ElasticStep, place
+from axlearn_like.elastic.member import Changed, Member, OfferedState
 from mesh.errors import UserError
+
+
+class PeerStep(Protocol):
+    """A step whose members offer their states to each other."""
+
+    extras: dict[str, Any]  # parts of the newest state beside its arrays
+
+    def received(self, sent: OfferedState, abstract: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state that others have sent to one that has none."""
+        ...
 
 
 class PeerMemory:
@@ -15,7 +22,7 @@ class PeerMemory:
 
     frozen: Collection[str] = ()  # paths of arrays that no update changes; they are sent like the others
 
-    def __init__(self, member: Member, step: ElasticStep, prepare: Callable[[], None]):
+    def __init__(self, member: Member, step: PeerStep, prepare: Callable[[], None]):
         """Take the step, which offers states, and what compiles it before the others wait for this member."""
         self._member, self._step, self._prepare = member, step, prepare
         self._joined = False
@@ -30,13 +37,12 @@ class PeerMemory:
 
     def restore(self, abstract: Mapping[str, Any], step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return (state, extras) of `step` from those that have it (UserError: they are gone)."""
-        leaves = len(jax.tree.leaves(dict(abstract)))
         while (view := self._member.agree(None)).newest == step:
             try:
-                sent = self._member.fetch(view, leaves)
+                sent = self._member.fetch(view)
             except Changed:
                 continue
-            return place(sent.arrays, dict(abstract)), sent.extras["extras"]
+            return self._step.received(sent, abstract), sent.extras["extras"]
         raise UserError(f"the members that had the state of step {step} were lost before this one had it")
 
     def hold(self, step: int, state: Mapping[str, Any], extras: Mapping[str, Any]) -> None:

@@ -30,7 +30,48 @@ class Summed(Protocol):
         ...
 
 
-class ElasticStep:
+class MemberStep:
+    """A step that all members of a run make together, by parts of a batch.
+
+    Attributes:
+        extras: parts of the newest state beside its arrays.
+    """
+
+    def __init__(self, parts: int, member: Member | None):
+        """Take the parts of a batch, and this process among the others; None: it is alone."""
+        self._parts, self._member = parts, member
+        self.extras: dict[str, Any] = {}
+        self._metrics: Mapping[str, Any] = {}  # metrics of the last update
+        self._names: list[str] = []  # names of the metrics
+
+    def _told(self) -> dict[str, Any]:
+        """Return the metrics of the last update, JSON-able."""
+        metrics = {name: np.asarray(value) for name, value in self._metrics.items()}
+        return {name: [value.dtype.name, value.tolist()] for name, value in metrics.items()}
+
+    def _part_of(self, batch: Mapping[str, np.ndarray], part: int) -> dict[str, Any]:
+        """Return the rows of a part, on this member's devices."""
+
+        def rows(x: np.ndarray) -> np.ndarray:
+            each = x.shape[0] // self._parts
+            return x[part * each : (part + 1) * each]
+
+        return shard_batch({name: rows(x) for name, x in batch.items()})
+
+    def _add_metrics(self, one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
+        pairs = zip(self._names, one, other, strict=True)
+        return [np.asarray(np.maximum(a, b) if name.endswith("_max") else np.add(a, b)) for name, a, b in pairs]
+
+    def _add(self, one: tuple[np.ndarray, Any], other: tuple[np.ndarray, Any]) -> tuple[np.ndarray, Any]:
+        return one[0] + other[0], self._add_metrics(one[1], other[1])
+
+
+def heard(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that another member has told."""
+    return {name: jnp.asarray(value, jnp.dtype(kind)) for name, (kind, value) in told.items()}
+
+
+class ElasticStep(MemberStep):
     """`step(state, batch)` that all members of a run make together; the batch is whole, in host memory.
 
     Every part of a batch goes through one program, of which only the rows differ, and sums follow a fixed tree over the
@@ -45,12 +86,10 @@ class ElasticStep:
             parts: parts of a batch.
             member: this process among the others; None: it is alone.
         """
-        self.summed, self._parts, self._member = summed, parts, member
-        self.extras: dict[str, Any] = {}  # parts of the newest state beside its arrays
+        super().__init__(parts, member)
+        self.summed = summed
         self._empty: Any = None
-        self._metrics: Mapping[str, Any] = {}  # metrics of the last update
         self._shape: Any = None  # tree of the sums, described
-        self._names: list[str] = []  # names of the metrics
 
     def prepare(self, state: State, batch: Mapping[str, Any]) -> None:
         """Compile all that an update runs, by an update aside that is thrown away; state and batch are described."""
@@ -70,7 +109,7 @@ class ElasticStep:
             view = member.agree(done, lambda: self.offer(state))
             try:
                 if view.newest is not None and view.newest > done:
-                    return self._follow(state, member.fetch(view, len(jax.tree.leaves(state))))
+                    return self._follow(state, member.fetch(view))
                 mine = share(self._parts, view.position(member.index), len(view.members))
                 have = self._gradients(state, batch, mine)
                 vector, metrics = member.sum(view, done + 1, have, self._add_metrics)
@@ -85,14 +124,16 @@ class ElasticStep:
 
     def offer(self, state: State) -> OfferedState:
         """Return the state for others that lack it."""
-        metrics = {name: np.asarray(value) for name, value in self._metrics.items()}
-        told = {name: [value.dtype.name, value.tolist()] for name, value in metrics.items()}
         arrays = [np.array(leaf) for leaf in jax.tree.leaves(state)]
-        return OfferedState(arrays, {"extras": self.extras, "metrics": told})
+        return OfferedState(arrays, {"extras": self.extras, "metrics": self._told()})
+
+    def received(self, sent: OfferedState, abstract: Mapping[str, Any]) -> State:
+        """Return the state that others have sent to one that has none."""
+        return place(sent.arrays, dict(abstract))
 
     def _follow(self, state: State, sent: OfferedState) -> tuple[State, Any]:
         """Return the state and metrics of an update that others have made and this member has not."""
-        self._metrics = {name: jnp.asarray(v, jnp.dtype(kind)) for name, (kind, v) in sent.extras["metrics"].items()}
+        self._metrics = heard(sent.extras["metrics"])
         return place(sent.arrays, state), self._metrics
 
     def _gradients(self, state: State, batch: Mapping[str, np.ndarray], mine: range) -> dict[Any, Any]:
@@ -107,7 +148,7 @@ class ElasticStep:
 
     def _part(self, state: State, batch: Mapping[str, np.ndarray], part: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the gradients of a part as one float32 vector, and its metrics."""
-        rows = shard_batch({name: x[self._rows(x.shape[0], part)] for name, x in batch.items()})
+        rows = self._part_of(batch, part)
         params = self.summed.trained(state)
         if self._empty is None:
             described = jax.eval_shape(lambda: rows)
@@ -117,16 +158,6 @@ class ElasticStep:
         sums, _ = self.summed.accumulate(self._empty(params), {**self.summed.parted(state), "rows": rows})
         grads = [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(sums["grads"])]
         return np.concatenate(grads), [np.asarray(sums["metrics"][name]) for name in self._names]
-
-    def _rows(self, rows: int, part: int) -> slice:
-        return slice(part * (rows // self._parts), (part + 1) * (rows // self._parts))
-
-    def _add(self, one: tuple[np.ndarray, Any], other: tuple[np.ndarray, Any]) -> tuple[np.ndarray, Any]:
-        return one[0] + other[0], self._add_metrics(one[1], other[1])
-
-    def _add_metrics(self, one: list[np.ndarray], other: list[np.ndarray]) -> list[np.ndarray]:
-        pairs = zip(self._names, one, other, strict=True)
-        return [np.asarray(np.maximum(a, b) if name.endswith("_max") else np.add(a, b)) for name, a, b in pairs]
 
     def _sums(self, vector: np.ndarray, metrics: list[np.ndarray]) -> Any:
         """Return the sums of all parts, as the update takes them."""

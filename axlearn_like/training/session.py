@@ -18,7 +18,7 @@ from axlearn_like.checkpoint.checkpointer import Checkpointer
 from axlearn_like.checkpoint.interval import INTERVAL_EVENTS, chosen_interval
 from axlearn_like.checkpoint.tiers import CheckpointTiers, Held
 from axlearn_like.config import REQUIRED, ConfigBase
-from axlearn_like.elastic.update import ElasticStep
+from axlearn_like.elastic.update import MemberStep
 from axlearn_like.layers.base import first_params
 from axlearn_like.layers.parameter_names import merged, without
 from axlearn_like.learner import Learner
@@ -239,7 +239,7 @@ class Session(contextlib.ExitStack):
         """Return the step as programs that are compiled for so many shapes of batches and no more."""
         if isinstance(step, ZebraStep):
             return self._charged(step)
-        if isinstance(step, ElasticStep):
+        if isinstance(step, MemberStep):
             return step
         if isinstance(step, MinibatchStep | ScoredStep):
             step.step = self.guarded(step.step, allowed)

@@ -45,6 +45,8 @@ from axlearn_like.training.replicas import Replicas
 from axlearn_like.training.session import Session, TrainingConfig
 from axlearn_like.training.step import AccumulatedStep
 from axlearn_like.training.supervised_updates import SupervisedUpdates
+from axlearn_like.training.updates.spread.spread import check_spread, first_in_host_memory, spread_program
+from axlearn_like.training.updates.spread.step import SpreadStep
 from axlearn_like.training.updates.zebra.step import ZebraStep
 from axlearn_like.training.updates.zebra.zebra import Zebra, first_by_group
 from mesh import make_mesh
@@ -112,6 +114,8 @@ class Trainer(Configurable):
                 self.require("replicas", not self.loss.scores, "None with a loss that scores batches by other policies")
             if self.elastic is not None:
                 self.elastic.check_trainer(self, drops_out(self.model))
+                if self.elastic.experts is not None:
+                    check_spread(self)
             if self.zebra is not None:
                 self.zebra.check_trainer(self)
 
@@ -126,6 +130,8 @@ class Trainer(Configurable):
                 self.zebra.settled(self, meshes)
                 return meshes[0]
             mesh = make_mesh(self.mesh, devices, slices=self.slices)
+            if self.elastic is not None:
+                self.elastic.check_mesh(mesh)
             with use_rules(self.axis_rules):
                 check_rows(self.input, mesh, self.microbatches if self.elastic is None else self.elastic.parts)
             return mesh
@@ -238,7 +244,8 @@ class Trainer(Configurable):
         if isinstance(program.step, ZebraStep):
             program.step.check(program.state, cfg.batch(self._mesh))
             return program
-        check_state_fits({**program.state, **held}, self._mesh, frozen)
+        if cfg.elastic is None or cfg.elastic.experts is None:  # else no member has all of the state
+            check_state_fits({**program.state, **held}, self._mesh, frozen)
         jax.eval_shape(program.step, program.state, cfg.batch(self._mesh))  # jax keeps the trace
         return program
 
@@ -276,26 +283,22 @@ class Trainer(Configurable):
                 source.replicas = cfg.replicas.build(**here)
             session.callback(source.close)
             if cfg.elastic is not None:
-                loss_fn = make_supervised_loss(program.graphdef, cfg.loss.build())
-                options: dict[str, Any] = {"like": program.state, "compiler_options": cfg.compiler_options}
-                summed = session.guarded(AccumulatedStep(loss_fn, self._learner, **options))
-                here = {"tiers": session.tiers, "described": (program.state, cfg.batch(self._mesh))}
-                program = program._replace(step=cfg.elastic.step(summed, self._member, **here))
+                program = self._elastic_program(session, program)
                 source.whole = True
             start = cfg.first_params.build().params if cfg.first_params else None
             scoring = self._scoring(program)
             reference = None if scoring is None else scoring.reference
             also = None if reference is None else reference.describe(program.state["params"])
-            begin: dict[str, Any] = {"seed": cfg.seed, "params": start, "also": also}
-            if cfg.zebra is not None:
-                begin |= {"params": start or first_by_group(program, cfg.seed), "begin": program.step.begin}
+            begin: dict[str, Any] = {"seed": cfg.seed, "params": start, "also": also, **self._begun(program, start)}
             state, step, extras = session.restore_or_start(program, self._learner, **begin)
             if reference is not None:
                 reference.start(state["params"]) if extras is None else reference.restore(state)
             if extras is not None:
                 source.restore(extras)
+            if isinstance(program.step, SpreadStep | ZebraStep):
+                state = program.step.parted(state)
             if isinstance(program.step, ZebraStep):
-                state, source.saved_as = program.step.parted(state), program.step.whole
+                source.saved_as = program.step.whole
                 told = cfg.zebra.told(cfg, program.step.meshes) if cfg.zebra else {}
                 session.events.append("trainer", "zebra_began", **told)
                 if show and told.get("plan"):
@@ -318,6 +321,26 @@ class Trainer(Configurable):
                 finish(self._member, loop)
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
+
+    def _begun(self, program: TrainProgram, start: Any) -> dict[str, Any]:
+        """Return how the first state is made, where one program does not make it."""
+        if isinstance(program.step, ZebraStep):
+            return {"params": start or first_by_group(program, self._cfg.seed), "begin": program.step.begin}
+        if isinstance(program.step, SpreadStep):
+            return {"begin": partial(first_in_host_memory, learner=self._learner, rules=self._cfg.axis_rules)}
+        return {}
+
+    def _elastic_program(self, session: Session, program: TrainProgram) -> TrainProgram:
+        """Return the program whose step is that of members of a run."""
+        cfg = self._cfg
+        assert cfg.elastic is not None
+        if cfg.elastic.experts is not None:
+            return spread_program(cfg, program, self._learner, self._member, (session.tiers, session.events))
+        loss_fn = make_supervised_loss(program.graphdef, cfg.loss.build())
+        options: dict[str, Any] = {"like": program.state, "compiler_options": cfg.compiler_options}
+        summed = session.guarded(AccumulatedStep(loss_fn, self._learner, **options))
+        here = {"tiers": session.tiers, "described": (program.state, cfg.batch(self._mesh))}
+        return program._replace(step=cfg.elastic.step(summed, self._member, **here))
 
 
 def resolve_model(model: ConfigBase) -> ConfigBase:

@@ -66,6 +66,7 @@ def command(
     where = default_run_dir(run.experiment or "", run.run_dir)
     if members is not None and not is_member():
         cfg.check()
+        cfg.elastic.check_members(cfg, members)
         row = supervise(cfg, run, where, members, processes)
         click.echo(outcome(row, steps, bucket_url(where) or where))
         return

@@ -83,12 +83,12 @@ def make_plan(loads: Array, devices: int, slots: int) -> ExpertPlan:
     return ExpertPlan(experts, ends, devices)
 
 
-def allocate(loads: Array, slots: int, most: int) -> Array:
+def allocate(loads: Array, slots: int, most: int, least: int = 1) -> Array:
     """Return int [experts], replicas in proportion to loads: never fewer for a more popular expert, `slots` in all.
 
-    From the least popular on, each gets its share of the slots left, rounded down, but one at least (Lazarus, arXiv
-    2407.04656, equation 1). What is above `most`, the devices on which copies could be, goes to the next popular ones;
-    if all have that many, slots are left over.
+    From the least popular on, each gets its share of the slots left, rounded down, but `least`, for which there must be
+    room (Lazarus, arXiv 2407.04656, equation 1). What is above `most`, the devices on which copies could be, goes to
+    the next popular ones; if all have that many, slots are left over.
     """
     loads = np.maximum(np.asarray(loads, np.float64), 0)
     order = np.argsort(loads, kind="stable")
@@ -96,7 +96,7 @@ def allocate(loads: Array, slots: int, most: int) -> Array:
     found, left = np.zeros(len(loads), np.int64), slots
     for place, expert in enumerate(order):
         share = loads[expert] / rest[place] if rest[place] > 0 else 1 / (len(loads) - place)
-        found[expert] = max(int(left * share + 1e-9), 1)
+        found[expert] = max(int(left * share + 1e-9), least)
         left -= int(found[expert])
     for expert in order[::-1]:  # rounding left some, or copies would be twice on a device
         left += max(0, int(found[expert]) - most)
@@ -124,6 +124,55 @@ def balanced(load: Array, replicas: Array, devices: int, slots: int) -> Array:
     for device in np.nonzero(used < slots)[0]:
         others = popular[~np.isin(popular, table[device, : used[device]])]
         table[device, used[device] :] = np.concatenate([others, popular.repeat(slots)])[: slots - used[device]]
+    return table
+
+
+def allocate_groups(load: Array, devices: int, slots: int, least: int) -> Array:
+    """Return int [experts], replicas for `overlapped`: equal within a group, and by the group's load, `least` or more.
+
+    Lazarus allocates to each expert alone. Then a group has as many devices as its least popular expert has replicas,
+    however popular the others are, and with few slots its devices are overloaded. Here the next device goes to the
+    group with the most load on each. Where groups are too many for that, or uneven, replicas are as `allocate` says.
+    """
+    groups = _by_popularity(load, slots)
+    if len(load) % slots or len(groups) * least > devices:
+        return allocate(load, devices * slots, devices, least)
+    count, loads = np.full(len(groups), least), np.array([load[group].sum() for group in groups])
+    for _ in range(devices - int(count.sum())):
+        count[np.argmax(loads / count)] += 1
+    found = np.zeros(len(load), np.int64)
+    for group, devices_of_group in zip(groups, count, strict=True):
+        found[group] = devices_of_group
+    return found
+
+
+def _by_popularity(load: Array, slots: int) -> list[Array]:
+    """Return experts in groups of as many as there are slots, the least popular first, whose group may be smaller."""
+    order = np.argsort(load, kind="stable")
+    first = len(order) % slots or slots
+    return [order[:first], *(order[at : at + slots] for at in range(first, len(order), slots))]
+
+
+def overlapped(load: Array, replicas: Array, devices: int, slots: int) -> Array:
+    """Return a table by Maximum Rank Overlap, which survives the most losses of devices (Lazarus, 4.2).
+
+    Experts are grouped by popularity, as many as a device has slots. A group's devices hold all of its experts, and are
+    as many as its least popular one has replicas: so where that one survives, the others do. The smallest group is the
+    least popular one; replicas that are left go to its free slots, and to those that the last group's devices have.
+    """
+    groups, table, used = _by_popularity(load, slots), np.full((devices, slots), -1, np.int64), 0
+    for number, group in enumerate(groups):
+        count = devices - used if number == len(groups) - 1 else int(replicas[group[0]])
+        table[used : used + count, : len(group)] = group
+        used += count
+    missing = replicas - np.array([np.any(table == expert, axis=1).sum() for expert in range(len(load))])
+    for expert in np.argsort(-missing, kind="stable"):
+        for _ in range(int(missing[expert])):
+            free = np.sum(table == -1, axis=1) * ~np.any(table == expert, axis=1)
+            if free.max() == 0:
+                break
+            device = int(np.argmax(free))
+            table[device, np.argmax(table[device] == -1)] = expert
     return table
 
 

@@ -27,7 +27,7 @@ from tests.axlearn_like.tiny import Counting, tiny_trainer
 POINTS: dict[str, tuple[type, str]] = {
     "gradients": (ElasticStep, "_part"),
     "exchange": (Member, "_send"),
-    "sums": (Member, "_take"),
+    "sums": (Member, "take"),
     "update": (ElasticStep, "_sums"),
     "resize": (Member, "agree"),
     "offer": (ElasticStep, "offer"),

@@ -64,7 +64,7 @@ class Run:
         step, state = 0, np.zeros(LENGTH, np.float32)
         view = member.agree(None)
         if view.newest is not None:
-            sent = member.fetch(view, 1)
+            sent = member.fetch(view)
             step, state = sent.extras["step"], sent.arrays[0]
         while step < STEPS:
             if step == 15:
@@ -75,7 +75,7 @@ class Run:
             view = member.agree(step, offer)
             try:
                 if view.newest is not None and view.newest > step:
-                    sent = member.fetch(view, 1)
+                    sent = member.fetch(view)
                     step, state = sent.extras["step"], sent.arrays[0]
                     continue
                 mine = share(PARTS, view.position(index), len(view.members))

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,22 @@ def config() -> Trainer.Config:
     return cfg
 
 
-def survived(folder: Path, members: int, kills: int, every: float, *, one: bool) -> dict[str, Any]:
+def survived(
+    cfg: Trainer.Config, module: Sequence[str], folder: Path, plan: tuple[int, int, float], *, one: bool
+) -> dict[str, Any]:
     """Run members, killing one or all so many times; returns figures from the first update to `every` after the last.
 
     Args:
+        cfg: config of the trainer.
+        module: module that is run as a member, with its arguments.
         folder: run directory.
-        members: processes.
-        kills: number of kills.
-        every: seconds between kills, and before the first and after the last.
+        plan: members, kills, and seconds between kills, before the first and after the last.
         one: kill one member at a time, else all.
     """
+    members, kills, every = plan
     began: list[float] = []  # unix times: of the first update, then of each kill
-    command = [sys.executable, "-m", "tests.benches.experts.survivors", str(folder)]
-    with RunDirectory.open(folder, to_text(config())) as run:
+    command = [sys.executable, "-m", *module]
+    with RunDirectory.open(folder, to_text(cfg)) as run:
         supervisor = MemberSupervisor(command, members, EventLog(run.events_path), MemberTimeouts(60.0, 300.0))
 
         def ended() -> bool:
@@ -81,12 +85,24 @@ def survived(folder: Path, members: int, kills: int, every: float, *, one: bool)
     }
 
 
+def check_same_rows(folder: Path, other: Path) -> bool:
+    """Return True if the metrics of all steps of a run are those of another, but for its clock."""
+    ours, theirs = (
+        {row["step"]: without_clock(row) for row in read_rows(run / "metrics.jsonl")} for run in (folder, other)
+    )
+    return all(theirs.get(step) == row for step, row in ours.items())
+
+
 def figures(quick: bool) -> dict[str, Any]:
     """Return the ratio of samples, and what resizes took."""
     members, kills, every = (2, 1, 20.0) if quick else (4, 3, 60.0)
     with tempfile.TemporaryDirectory() as folder:
-        ours = survived(Path(folder) / "elastic", members, kills, every, one=True)
-        theirs = survived(Path(folder) / "restart", members, kills, every, one=False)
+        found: list[dict[str, Any]] = []
+        for one, name in ((True, "elastic"), (False, "restart")):
+            path = Path(folder) / name
+            module = ["tests.benches.experts.survivors", str(path)]
+            found.append(survived(config(), module, path, (members, kills, every), one=one))
+        ours, theirs = found
     both = sorted(ours["rows"].keys() & theirs["rows"].keys())
     undisturbed = ours["steps_before"] / ours["before_s"] * every * (kills + 1)
     return {

@@ -43,10 +43,10 @@ class ExpertSplit:
 
         Other arrays, such as counts, are in both. Experts are moved to where they belong.
         """
-        attention = jax.tree.map(lambda x: self._attention(x) if _is_whole(x) else x, tree, is_leaf=_is_whole)
+        attention = jax.tree.map(lambda x: self._attention(x) if is_whole(x) else x, tree, is_leaf=is_whole)
         everywhere = NamedSharding(self._meshes[EXPERTS], PartitionSpec())
         experts = jax.tree.map(
-            lambda x: self._experts(x) if _is_whole(x) else _put(x, everywhere), tree, is_leaf=_is_whole
+            lambda x: self._experts(x) if is_whole(x) else _put(x, everywhere), tree, is_leaf=is_whole
         )
         return attention, experts
 
@@ -60,12 +60,12 @@ class ExpertSplit:
         return jax.tree_util.tree_map_with_path(chosen, attention, experts)
 
     def _attention(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        matrices = _matrices(params)
+        matrices = matrices_of(params)
         stacks = self._stacks(matrices, self.local, lambda count: slice(self.num_experts - count, None), "attention")
-        return {REST: _without_matrices(params), EXPERTS: stacks}
+        return {REST: without_matrices(params), EXPERTS: stacks}
 
     def _experts(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        return {EXPERTS: self._stacks(_matrices(params), self.remote, lambda count: slice(count), EXPERTS)}
+        return {EXPERTS: self._stacks(matrices_of(params), self.remote, lambda count: slice(count), EXPERTS)}
 
     def _stacks(
         self, matrices: Any, shares: Sequence[Share | None], kept: Callable[[int], slice], where: str
@@ -84,7 +84,7 @@ class ExpertSplit:
         else:
             names = next(iter(remote.values()))
             matrices = {name: self._joined(name, remote, local) for name in names}
-        return merged(attention[REST], {_PATH[0]: {_PATH[1]: {_PATH[2]: matrices}}})
+        return merged(attention[REST], as_matrices(matrices))
 
     def _joined(self, name: str, remote: Any, local: Any) -> Any:
         where, mesh = next(iter(remote.values()))[name].sharding, self._meshes[EXPERTS]
@@ -136,7 +136,8 @@ def _layers(shares: Sequence[Share | None]) -> dict[int, list[int]]:
     return found
 
 
-def _is_whole(tree: Any) -> bool:
+def is_whole(tree: Any) -> bool:
+    """Return True for a decoder's parameters, or a dict like them, with its experts or without."""
     return isinstance(tree, dict) and "layers" in tree and "embedding" in tree
 
 
@@ -144,15 +145,22 @@ def _is_part(tree: Any) -> bool:
     return isinstance(tree, dict) and EXPERTS in tree and REST in tree
 
 
-def _matrices(params: Mapping[str, Any]) -> Any:
+def matrices_of(params: Mapping[str, Any]) -> Any:
+    """Return the matrices of experts, {name: [layers, experts, ...]}."""
     layers, feed_forward, experts = _PATH
     return params[layers][feed_forward][experts]
 
 
-def _without_matrices(params: Mapping[str, Any]) -> dict[str, Any]:
+def without_matrices(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters without those."""
     layers, feed_forward, experts = _PATH
     feed = {name: part for name, part in params[layers][feed_forward].items() if name != experts}
     return {**params, layers: {**params[layers], feed_forward: feed}}
+
+
+def as_matrices(matrices: Any) -> dict[str, Any]:
+    """Return parameters that are these matrices of experts alone, by their paths."""
+    return {_PATH[0]: {_PATH[1]: {_PATH[2]: matrices}}}
 
 
 def _put(x: Any, where: NamedSharding) -> Any:

@@ -49,7 +49,7 @@ class ZebraStep:
         self.meshes, self._split, self._rules = meshes, split, rules
         self._update: Any = jax.jit(self._updated, donate_argnums=0)
         self._squares: Any = jax.jit(lambda grads: grad_squares(without_loads(grads)))
-        self._norms: Any = jax.jit(_norms)
+        self._norms: Any = jax.jit(norms_together)
         self._length: Any = jax.jit(lambda parts: jnp.sqrt(sum(part * part for part in parts)))
         self._metrics: Any = jax.jit(_metrics)
 
@@ -176,7 +176,7 @@ class _End(NamedTuple):
     of_losses: Any  # gradients of the layers' own losses, [layers]
 
 
-def _norms(parts: list[Metrics]) -> Metrics:
+def norms_together(parts: list[Metrics]) -> Metrics:
     """Return the norms of what has these sums of squares together."""
     names = dict.fromkeys(name for part in parts for name in sorted(part))
     return norms_of({name: sum((part[name] for part in parts if name in part), jnp.zeros(())) for name in names})

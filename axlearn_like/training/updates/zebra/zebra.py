@@ -80,21 +80,13 @@ class Zebra(Configurable):
 
         def check_trainer(self, trainer: Any) -> None:
             """Refuse what has no zebra step (ConfigError)."""
-            _check_model(trainer)
+            check_divided(trainer, "zebra")
             no: dict[str, Any] = {"elastic": None, "replicas": None, "sdc_check": None, "slices": {}}
             for field, none in {**no, "compiler_options": {}, "microbatches": 1}.items():
                 also = ", whose own `microbatches` take their place" if field == "microbatches" else ""
                 trainer.require(field, getattr(trainer, field) == none, f"{none} with zebra{also}")
             for axis in ("pipeline", "sequence"):
                 trainer.require("mesh", trainer.mesh.get(axis, 1) == 1, f"no axis {axis} with zebra")
-            supervised = isinstance(trainer.loss, SupervisedLoss.Config)
-            trainer.require("loss", supervised, "SupervisedLoss.Config with zebra")
-            learner = trainer.learner
-            learner.require("groups", learner.groups == (), "() with zebra")
-            learner.require("state_storage", learner.state_storage == (), "() with zebra")
-            learner.require("clip", learner.clip is None, "None with zebra; clip_norm is that of both groups")
-            by_number = isinstance(learner.optimizer, AdamW.Config | Lion.Config | SGD.Config)
-            learner.require("optimizer", by_number, "AdamW, Lion or SGD with zebra, which treat every number alone")
             one = jax.process_count() == 1
             self.require("mesh", one, f"one process with all devices; there are {jax.process_count()}")
 
@@ -194,23 +186,36 @@ def _program(
         return TrainProgram(step, split.described(*described), graphdef, init)
 
 
-def _check_model(trainer: Any) -> None:
-    """Refuse models of which not all layers are the same block with a mixture of experts, unwrapped."""
+def check_divided(trainer: Any, field: str) -> None:
+    """Refuse what a state cannot be divided for between experts and the rest (ConfigError); `field` asks for that.
+
+    All layers of the model are the same block with a mixture of experts, unwrapped, and the optimizer treats every
+    number alone.
+    """
     model = trainer.model
-    trainer.require("model", isinstance(model, Decoder.Config), "a Decoder.Config with zebra")
+    trainer.require("model", isinstance(model, Decoder.Config), f"a Decoder.Config with {field}")
     block = model.block
     model.require(
         "block",
         type(block) is Block.Config,
-        "Block.Config with zebra: all layers alike, without norms behind the feed-forward layer",
+        f"Block.Config with {field}: all layers alike, without norms behind the feed-forward layer",
     )
-    dense = "MoE.Config with zebra, which puts experts on devices of their own: a dense model has none"
+    dense = f"MoE.Config with {field}, which puts experts apart from the rest: a dense model has none"
     block.require("feed_forward", type(block.feed_forward) is MoE.Config, dense)
     plain = type(block.feed_forward.experts) in (Experts.Config, BiasedExperts.Config)
-    block.feed_forward.require("experts", plain, "Experts.Config with zebra, without adapters or fewer bits")
-    model.require("remat", model.remat == "nothing", '"nothing" with zebra: each layer is recomputed from its input')
+    block.feed_forward.require("experts", plain, f"Experts.Config with {field}, without adapters or fewer bits")
+    nothing = f'"nothing" with {field}: each layer is recomputed from its input'
+    model.require("remat", model.remat == "nothing", nothing)
     dropping = drops_out(model)
-    trainer.require("model", dropping is None, f"one without dropout, with zebra ({dropping} has some)")
+    trainer.require("model", dropping is None, f"one without dropout, with {field} ({dropping} has some)")
+    supervised = isinstance(trainer.loss, SupervisedLoss.Config)
+    trainer.require("loss", supervised, f"SupervisedLoss.Config with {field}")
+    learner = trainer.learner
+    learner.require("groups", learner.groups == (), f"() with {field}")
+    learner.require("state_storage", learner.state_storage == (), f"() with {field}")
+    learner.require("clip", learner.clip is None, f"None with {field}; clip_norm is that of all parameters")
+    by_number = isinstance(learner.optimizer, AdamW.Config | Lion.Config | SGD.Config)
+    learner.require("optimizer", by_number, f"AdamW, Lion or SGD with {field}, which treat every number alone")
 
 
 def _shards(mesh: Mesh) -> int:

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from axlearn_like.layers.moe.placement import (
     WHOLE,
     allocate,
+    allocate_groups,
+    balanced,
     largest_remainder,
     make_plan,
+    overlapped,
     share_rows,
     slot_shares,
 )
@@ -124,3 +127,70 @@ def test_allocation_is_that_of_the_paper_by_hand():
     # 10 slots: 1/16 of 10 is 0, so 1; 2/15 of 9 is 1; 4/13 of 8 is 2; the rest to the last.
     assert allocate(np.array([1, 2, 4, 9]), 10, 10).tolist() == [1, 1, 2, 6]
     assert allocate(np.array([9, 4, 2, 1]), 10, 4).tolist() == [4, 4, 1, 1]  # what is above 4 devices goes to the next
+
+
+def devices_of(table: np.ndarray, experts: int) -> list[int]:
+    """The devices that have each expert, as bits."""
+    return [sum(1 << int(device) for device in np.nonzero(np.any(table == e, axis=1))[0]) for e in range(experts)]
+
+
+def survived(devices_of_experts: list[int], devices: int) -> list[int]:
+    """The sets of lost devices, by how many they are, after which every expert is left."""
+    found: list[int] = []
+    for count in range(devices + 1):
+        lost = (sum(1 << device for device in some) for some in itertools.combinations(range(devices), count))
+        found.append(sum(all(held & ~gone for held in devices_of_experts) for gone in lost))
+    return found
+
+
+def best_survived(replicas: np.ndarray, devices: int, slots: int) -> list[int]:
+    """The most for each number, of all placements of so many replicas, each on another device."""
+    sets = [
+        [sum(1 << d for d in some) for some in itertools.combinations(range(devices), int(count))] for count in replicas
+    ]
+    best = [0] * (devices + 1)
+    for chosen in itertools.product(sets[0][:1], *sets[1:]):
+        if all(sum(held >> device & 1 for held in chosen) <= slots for device in range(devices)):
+            best = [max(pair) for pair in zip(best, survived(list(chosen), devices), strict=True)]
+    return best
+
+
+@pytest.mark.parametrize("devices, slots, experts", [(3, 2, 2), (4, 2, 4), (5, 2, 4), (4, 3, 3), (5, 1, 4), (6, 2, 4)])
+@pytest.mark.parametrize("least", [1, 2])
+def test_overlapping_survives_as_many_losses_as_any_placement(devices: int, slots: int, experts: int, least: int):
+    if devices * slots < experts * least:
+        return
+    for seed in range(6):
+        load = np.random.default_rng(seed).integers(0, 100, experts).astype(float)
+        by_group = seed % 2 and -(-experts // slots) * least <= devices
+        replicas = (
+            allocate_groups(load, devices, slots, least)
+            if by_group
+            else allocate(load, devices * slots, devices, least)
+        )
+        assert replicas.min() >= least
+        ours = survived(devices_of(overlapped(load, replicas, devices, slots), experts), devices)
+        assert all(a >= b for a, b in zip(ours, best_survived(replicas, devices, slots), strict=True))
+        spread = survived(devices_of(balanced(load, replicas, devices, slots), experts), devices)
+        assert all(a >= b for a, b in zip(ours, spread, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(LOADS, st.integers(1, 8), st.integers(1, 6), st.integers(1, 3))
+def test_as_many_devices_have_an_expert_as_are_asked_for(loads, devices, slots, least):
+    if devices * slots < len(loads) * least or least > devices:
+        return
+    table = overlapped(loads, allocate_groups(loads, devices, slots, least), devices, slots)
+    held = [held.bit_count() for held in devices_of(table, len(loads))]
+    assert min(held) >= least, table
+    for row in table:
+        filled = row[row >= 0].tolist()
+        assert len(filled) == len(set(filled)), "an expert is twice on a device"
+    assert share_rows(table, loads).max() == WHOLE
+
+
+def test_groups_are_as_large_as_their_load_asks_for():
+    load = np.array([41.0, 24, 9, 8, 7, 6, 4, 2])  # groups of two: 65, 17, 13, 6, on eight devices
+    assert allocate_groups(load, 8, 2, 1).tolist() == [4, 4, 2, 2, 1, 1, 1, 1]
+    assert allocate_groups(load, 8, 2, 2).tolist() == [2] * 8
+    assert allocate_groups(load, 8, 4, 2).tolist() == [6, 6, 6, 6, 2, 2, 2, 2]  # 82 on six, 19 on two
