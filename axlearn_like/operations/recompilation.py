@@ -7,8 +7,6 @@ cost to the calls that fit.
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +51,6 @@ class CompiledStep:
         self.step, self._allowed, self._around = step, allowed, around
         self._programs: list[tuple[Signature, Any]] = []
         self._current: Any = None
-        self._ahead: Future[tuple[Signature, Any]] | None = None
 
     def of(self, step: Any) -> "CompiledStep":
         """Return another step, with the same limit and context."""
@@ -63,26 +60,6 @@ class CompiledStep:
     def compiled(self) -> int:
         """Number of programs compiled so far."""
         return len(self._programs)
-
-    def compile_ahead(
-        self, state: Any, batch: Any, within: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> None:
-        """Compile for described arguments in a thread; the first call waits for it, and takes the program if it fits.
-
-        Args:
-            state: state with a `jax.ShapeDtypeStruct` for each array.
-            batch: batch, likewise.
-            within: context of tracing: the mesh in force is that of a thread.
-        """
-        step, threads = self.step, ThreadPoolExecutor(1, "compile")
-
-        def run() -> tuple[Signature, Any]:
-            with within():
-                return signature(state, batch), step.lower(state, batch).compile()
-
-        # Not a daemon: the interpreter must not end in the middle of a compilation.
-        self._ahead = threads.submit(copy_context().run, run)
-        threads.shutdown(wait=False)
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Return the step's result. RecompilationError: it would have to be compiled once too often."""
@@ -111,19 +88,11 @@ class CompiledStep:
                 "the trainer's max_compilations to the number of different shapes"
             )
         with self._around() as memory:
-            program = self._made_ahead(now) or self.step.lower(state, batch).compile()
+            program = self.step.lower(state, batch).compile()
             memory.update(_memory(program))
         self._programs.append((now, program))
         self._current = program
         return program(state, batch)
-
-    def _made_ahead(self, now: Signature) -> Any:
-        """Return what `compile_ahead` has made, if arguments of this signature fit; None also after an error there."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.exception() is not None:
-            return None
-        known, program = ahead.result()
-        return None if differences(known, now) else program
 
 
 def signature(state: Any, batch: Any) -> Signature:

@@ -399,7 +399,7 @@ class RLExperiment(Configurable):
         first: FirstVersion | None = None,
         opponents: Opponents | None = None,
     ) -> PolicyTrainer:
-        """Build the trainer, whose update is compiled from then on.
+        """Build the trainer.
 
         Args:
             services: the roles that it calls; the reference where `fleet.reference` names its devices.
@@ -407,7 +407,7 @@ class RLExperiment(Configurable):
             first: source of version 0; None: the experiment's own.
             opponents: versions that draw in episodes of other policies; None: none do.
         """
-        trainer = self.trainer_cfg.build(
+        return self.trainer_cfg.build(
             run=run,
             services=services,
             devices=devices,
@@ -417,8 +417,6 @@ class RLExperiment(Configurable):
                 types_read(self.engine_cfg), self.engine_cfg.possible_tags, opponents=opponents or Opponents()
             ),
         )
-        trainer.compile_ahead(groups=self.cfg.prompts_per_step, samples=self.cfg.samples_per_prompt)
-        return trainer
 
     def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:
         """Build the policy of the reference role on its devices (None: all), once the warm start is complete."""

@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from axlearn_like.checkpoint.tiers import Held
@@ -26,7 +25,6 @@ from axlearn_like.layers.wrappers.lora import LoRA
 from axlearn_like.layers.wrappers.shared_base import held_of
 from axlearn_like.learner.schedules import GivenRate
 from axlearn_like.operations.memory import check_state_fits
-from axlearn_like.operations.recompilation import CompiledStep
 from axlearn_like.operations.utilisation import row_flops
 from axlearn_like.run.directory import RunDirectory
 from axlearn_like.run.events import EventLog
@@ -241,18 +239,6 @@ class PolicyTrainer(Configurable):
     def done(self) -> bool:
         """Return True if no update is left to make."""
         return self._loop.finished()
-
-    def compile_ahead(self, *, groups: int, samples: int) -> None:
-        """Compile the update by so many rollouts in a thread, beside what the first batch is waited for.
-
-        Only what is one program in one process, of rows whose length is known.
-        """
-        step = getattr(self._loop.step_fn, "step", None)
-        if not isinstance(step, CompiledStep) or self.cfg.packing is not None or self._group.count > 1 or self.done():
-            return
-        (batch,) = self.cfg.batches(self._mesh, groups=groups, samples=samples).values()
-        describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
-        step.compile_ahead(jax.tree.map(describe, self.state), batch, self.on_mesh)
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""

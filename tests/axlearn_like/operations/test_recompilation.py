@@ -74,38 +74,6 @@ def test_so_many_shapes_as_are_allowed_are_compiled_once_each():
         program(state(), batch(8))
 
 
-class Counted:
-    """A jitted step that counts how often it is lowered."""
-
-    def __init__(self, jitted=step):
-        self.jitted, self.lowered = jitted, 0
-
-    def lower(self, *args):
-        self.lowered += 1
-        return self.jitted.lower(*args)
-
-
-def described(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-@pytest.mark.parametrize(("rows", "lowered"), [(4, 1), (6, 2)])
-def test_what_is_compiled_ahead_is_used_where_it_fits(rows, lowered):
-    counted = Counted()
-    program = CompiledStep(counted)
-    program.compile_ahead(described(state()), described(batch(4)), contextlib.nullcontext)
-    for _ in range(2):
-        _, metrics = program(state(), batch(rows))
-        assert int(metrics["n"]) == rows
-    assert (counted.lowered, program.compiled) == (lowered, 1)
-
-
-def test_a_compilation_ahead_that_fails_is_made_by_the_first_call():
-    program = CompiledStep(step)
-    program.compile_ahead(described(state()), {"x": described(batch()["x"])}, contextlib.nullcontext)
-    assert int(program(state(), batch())[1]["n"]) == 4
-
-
 def test_an_error_of_the_step_itself_stays_what_it_is():
     program = CompiledStep(jax.jit(lambda state, batch: state["nothing"]))
     with pytest.raises(KeyError, match="nothing"):
