@@ -1,8 +1,9 @@
 """`axl bench rollout --sections coupled`: an evaluation some updates later, drafted from the earlier one's rollouts.
 
-The demo's policy is supervised and then trained by RL. Its held-out problems are answered at a base version, and some
-updates later again with the same keys: without drafts, and with those rollouts as drafts. Policy, problems, samples and
-engine are those of `axl rl demo`; everything counts, prompts too.
+A policy is supervised and then trained by RL. Held-out problems are answered at a base version, and some updates later
+again with the same keys: without drafts, and with those rollouts as drafts. Everything counts, prompts too. Two jobs:
+long answers by few rows of a larger policy, whose decoding is bound by reading weights as an accelerator's is, and the
+evaluation of `axl rl demo` as it is, whose decoding on a CPU is bound by products and whose answers are short.
 """
 
 from __future__ import annotations
@@ -29,35 +30,55 @@ from rl.rollout.request import Request
 from rl.tasks.prompts import PromptMaker
 from rl.training.spec import TrainerServices
 from rl.training.warm_start import open_warm_start, run_warm_start
+from tests.benches.long_answers import counted_sums
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.protocol import now
 
-DISTANCES = (1, 2, 5, 10, 20)  # updates
-MAIN = 10
+MAIN = 10  # updates between the two evaluations whose ratio is the result
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """An evaluation."""
+
+    experiment: RLExperiment.Config
+    rows: int  # sequences that the engine draws at a time
+    problems: int
+    distances: tuple[int, ...]  # updates between two evaluations
 
 
 def measure(say: Say, *, rounds: int, quick: bool) -> dict[str, Any]:
-    """Return the figures of all distances."""
-    distances, main = ((1,), 1) if quick else (DISTANCES, MAIN)
-    cfg = demo(steps=40).set(evaluation=None)  # warm-up of the learning rate takes 20
+    """Return the figures of both jobs: those of long answers, and under `demo` those of the demo."""
+    long, short = counted_sums(), demo(steps=40).set(evaluation=None)  # warm-up of the learning rate takes 20
     if quick:
-        set_path(cfg, "warm_start.num_steps", 4)
+        for experiment in (long, short):
+            set_path(experiment, "warm_start.num_steps", 4)
+        jobs = Job(long, 2, 2, (1,)), Job(short, 128, 2, (1,))
+    else:
+        jobs = Job(long, 4, 12, (1, 2, 5, MAIN)), Job(short, 128, 96, (1, 2, 5, MAIN, 20))
+    long_answers, of_demo = (_figures(job, say, rounds) for job in jobs)
+    identical = long_answers.pop("identical") and of_demo.pop("identical")
+    return {**long_answers, "identical_tokens": identical, "demo": of_demo}
+
+
+def _figures(job: Job, say: Say, rounds: int) -> dict[str, Any]:
+    """Return the figures of a job at all distances."""
+    cfg, main = job.experiment, min(MAIN, job.distances[-1])
     with jax.set_mesh(make_mesh()):
-        experiment, weights = trained(cfg, (0, *distances), say)
-        problems, samples = (2, 2) if quick else (96, cfg.samples_per_prompt)
-        requests = heldout_requests(experiment, problems, samples)
-        engine = experiment.make_engine()
+        experiment, weights = trained(cfg, (0, *job.distances), say)
+        requests = heldout_requests(experiment, job.problems, cfg.samples_per_prompt)
+        engine = cfg.clone(engine=cfg.engine.clone(max_num_seqs=job.rows)).build().make_engine()
         by_distance: dict[int, dict[str, Any]] = {}
-        for distance in distances:
+        for distance in job.distances:
             turns = rounds if distance == main else 1
             found = by_distance[distance] = _again(engine, weights, distance, requests, turns)
             say(f"{distance} updates later: {found}")
-    chosen = by_distance[main]
     return {
         "updates": main,
-        "cpu_ratio": chosen["cpu_ratio"],
-        "identical_tokens": all(one["identical"] for one in by_distance.values()),
-        "rollouts": len(requests) * samples,
+        "cpu_ratio": by_distance[main]["cpu_ratio"],
+        "rows": job.rows,
+        "rollouts": len(requests) * cfg.samples_per_prompt,
+        "identical": all(found.pop("identical") for found in by_distance.values()),
         "by_updates": {str(distance): found for distance, found in by_distance.items()},
     }
 

@@ -16,10 +16,9 @@ from rl.rollout.sequence import Sequence, SequenceGroup
 from rl.rollout.speculation.acceptance import Acceptance
 from rl.rollout.speculation.draft import CONTEXT, NOTHING, longest_suffix
 
-_CHUNKS = (8, 32)  # tokens that a dispatch feeds each row
+_CHUNKS = (8, 16, 32)
 MOST = _CHUNKS[-1]
 _TOKENS = 512  # tokens of a dispatch, in all rows
-_FEWER = 4  # a small number of sequences takes so many times less rows
 _MATCH = 4  # last tokens by which a sequence that has diverged finds its place in the earlier text again
 _MEMORY = 0.9  # weight of what was measured before a dispatch, after it
 _RETRY = 16  # a dispatch that did not pay is tried again after so many chances
@@ -85,8 +84,7 @@ class EarlierRollouts:
         while found:
             chunk = next((size for size in _CHUNKS if size > len(found[0][1])), _CHUNKS[-1])
             rows = min(_TOKENS // chunk, self._most_rows)
-            few = -(-rows // _FEWER)
-            rows = few if len(found) <= few and rows > _FEWER else rows
+            rows = min(size for size in (rows, -(-rows // 2), -(-rows // 4)) if size >= min(len(found), rows))
             part, found = found[:rows], found[rows:]
             if self._pays((rows, chunk), plain_rows, plain):
                 drafts = [draft[: chunk - 1] for _, draft in part]
@@ -117,13 +115,18 @@ class EarlierRollouts:
         return draft[: wrong[0]] if len(wrong) else draft
 
     def _follow(self, sequence: Sequence, text: np.ndarray, shift: int | None, known: int) -> int | None:
-        """Return the shift after more tokens: as before while they are the text's, or by the last of them; or None."""
+        """Return the shift after more tokens, or None.
+
+        It is as before while they are the text's, else by the last of them; where those are nowhere in the text, as
+        before again if only the last token differs from it: one was replaced, and what follows has the same noise.
+        """
         new = sequence.tokens[len(sequence.prompt) + known :]
-        if shift is not None and np.array_equal(new, text[known + shift :][: len(new)]):
+        old = text[: 0 if shift is None else None][known + (shift or 0) :][: len(new)]
+        if np.array_equal(new, old):
             return shift
         places, matched = longest_suffix(np.append(text, NOTHING), np.asarray(sequence.output_tokens[-CONTEXT:]))
         if matched < _MATCH:
-            return None
+            return shift if len(old) == len(new) > 1 and np.array_equal(new[:-1], old[:-1]) else None
         shifts = places - sequence.drawn
         return int(shifts[np.argmin(np.abs(shifts))])
 

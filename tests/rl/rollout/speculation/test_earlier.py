@@ -89,6 +89,15 @@ def test_earlier_rollouts_change_no_bit(name: str):
         assert accepted > 5
 
 
+def test_a_draft_goes_on_behind_a_token_that_was_replaced():
+    asked = dataclasses.replace(request(5), stop=StopConditions(max_new_tokens=24), samples=2)
+    known = engine().generate([asked])
+    found, counts = drawn(engine(), [dataclasses.replace(asked, earlier=tuple(diverging(r.tokens) for r in known))])
+    assert_same(found, known)
+    assert [len(one.tokens) for one in known] == [24, 24]
+    assert counts["coupled_dispatches"] <= 4 and counts["coupled_accepted_tokens"] >= 2 * (24 - 4)
+
+
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), order=st.permutations(range(len(REQUESTS))))
 def test_any_earlier_rollouts_change_no_bit(seed: int, order: list[int]):
@@ -211,11 +220,12 @@ def test_dispatches_that_cost_more_than_decoding_are_not_made_but_tried():
     assert not earlier.choose(rows, 8, 8)  # nothing is known of decoding
     earlier.decoded(8, 10, 0.01)
     (first,) = earlier.choose(rows, 8, 8)
-    for shape in ((4, 8), (4, 32)):
-        earlier.measured(dataclasses.replace(first, shape=shape), np.array([3] * len(first.sequences)), 10, 0.1)
+    for chunk in (8, 16, 32):
+        costly = dataclasses.replace(first, shape=(first.shape[0], chunk))
+        earlier.measured(costly, np.array([3] * len(first.sequences)), 10, 0.1)
     tries = [len(earlier.choose(rows, 8, 8)) for _ in range(60)]
     assert 2 <= sum(tries) <= 5
     for _ in range(100):
-        earlier.measured(dataclasses.replace(first, shape=(4, 32)), np.array([9] * len(first.sequences)), 10, 0.0001)
+        earlier.measured(costly, np.array([9] * len(first.sequences)), 10, 0.0001)
     assert all(len(earlier.choose(rows, 8, 8)) == 1 for _ in range(20))
     fresh.abort(number)
