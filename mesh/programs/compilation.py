@@ -16,11 +16,9 @@ import stat
 import threading
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from mesh.devices import platform
 from mesh.errors import UserError
 from mesh.files.bounded import BoundsError, check_regular
 from mesh.files.cache_directory import cache_directory
@@ -56,17 +54,6 @@ def enable_compilation_cache(directory: str | os.PathLike[str] | None = None) ->
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return path
-
-
-def quick_code() -> dict[str, Any]:
-    """Return XLA's options for a program that is compiled a quarter faster on CPUs and runs as fast; elsewhere none.
-
-    LLVM's first level of optimisation in place of its third. Products are a library's, and the loops around them are
-    vectorised at this level too. A level that `XLA_FLAGS` names stays.
-    """
-    if platform() != "cpu" or _LEVEL in os.environ.get("XLA_FLAGS", ""):
-        return {}
-    return {_LEVEL: 1}
 
 
 @functools.cache
@@ -107,7 +94,6 @@ def compiling_beside(compilations: Iterable[Callable[[], None]]) -> Generator[No
 
 
 _log = logging.getLogger(__name__)
-_LEVEL = "xla_backend_optimization_level"
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 

@@ -8,7 +8,6 @@ from axlearn_like.learner import Learner
 from axlearn_like.learner.schedules import given_rate
 from axlearn_like.training.losses import Metrics
 from axlearn_like.training.updates.programs import Calls, ProgramCall, State, Step, StepProgram, run_calls
-from mesh.programs.compilation import quick_code
 
 
 class HeldStep:
@@ -66,7 +65,6 @@ class HeldStep:
 
 def step_options(learner: Learner, like: State | None, compiler_options: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the options of `jax.jit` for a step on such a state."""
-    chosen = {**quick_code(), **(compiler_options or {})}
-    options: dict[str, Any] = {"compiler_options": chosen} if chosen else {}
+    options: dict[str, Any] = {"compiler_options": dict(compiler_options)} if compiler_options else {}
     out = None if like is None else learner.step_shardings(like)
     return options if out is None else {**options, "out_shardings": out}

@@ -16,7 +16,6 @@ from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
-from mesh.programs.compilation import quick_code
 from mesh.programs.shared import shared_program
 from mesh.rules import complete_rows
 from rl.protocol.headers import GroupHeader
@@ -62,7 +61,7 @@ def make_logprobs(graphdef: nnx.GraphDef[Any], spec: UpdateSpec, *, routed: bool
         return policy_logprobs(bind(graphdef, params), known, spec).logprobs
 
     key = "logprobs", graphdef, spec.temperature, spec.chunks, spec.head_tile, routed
-    return shared_program(key, lambda: jax.jit(logprobs, compiler_options=quick_code() or None))
+    return shared_program(key, lambda: jax.jit(logprobs))
 
 
 class LogprobDiff:

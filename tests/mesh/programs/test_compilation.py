@@ -14,7 +14,7 @@ import pytest
 
 from mesh import UserError, enable_compilation_cache, make_mesh, shard_batch
 from mesh.distributed import join
-from mesh.programs.compilation import compiling_beside, quick_code
+from mesh.programs.compilation import compiling_beside
 from tests.elsewhere import in_two_processes
 
 
@@ -42,13 +42,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("AXL_COMPILATION_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=r"AXL_COMPILATION_CACHE=.*file/cache: cannot make this folder"):
         enable_compilation_cache()
-
-
-def test_quick_code_is_a_level_of_cpus_that_flags_can_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert float(jax.jit(jnp.sum, compiler_options=quick_code())(jnp.arange(8.0))) == 28
-    assert quick_code() == {"xla_backend_optimization_level": 1}
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=2")
-    assert quick_code() == {}
 
 
 def test_programs_are_compiled_beside_others_until_the_block_ends(capsys: pytest.CaptureFixture[str]) -> None:
