@@ -46,11 +46,16 @@ class Elastic(Configurable):
             trainer.require("loss", not trainer.loss.scores, "one that scores by no other policy, with elastic")
             trainer.require("model", drops_out is None, f"one without dropout, with elastic ({drops_out} has some)")
 
-        def check_members(self, trainer: Any, members: int) -> None:
-            """Refuse more members than there is work for, or fewer than there is room for experts (ConfigError)."""
+        def check_members(self, trainer: Any, members: int) -> str | None:
+            """Return a warning where so few members hold fewer copies of experts than are wanted; None: they hold all.
+
+            Raises:
+                ConfigError: there are more members than have work, or fewer than have room for all experts.
+            """
             self.require("parts", members <= self.parts, f"{members} or more: each of {members} members computes some")
-            if self.experts is not None:
-                self.experts.check_members(trainer.model.block.feed_forward.num_experts, members)
+            if self.experts is None:
+                return None
+            return self.experts.check_members(trainer.model.block.feed_forward.num_experts, members)
 
         def check_mesh(self, mesh: Mesh) -> None:
             """Refuse a mesh that shards parameters where experts are spread (ConfigError)."""

@@ -37,11 +37,20 @@ class SpreadExperts(Configurable):
         def check_fields(self) -> None:
             self.require_least(1, "slots", "copies", "every")
 
-        def check_members(self, num_experts: int, members: int) -> None:
-            """Refuse so few members that some expert has no place (ConfigError)."""
+        def check_members(self, num_experts: int, members: int) -> str | None:
+            """Return a warning if there is no room for all copies; ConfigError if some expert has no place."""
             least = -(-num_experts // members)
             expected = f"{least} or more: {members} members hold the {num_experts} experts of a layer"
             self.require("slots", self.slots >= least, expected)
+            if (held := self.held_copies(num_experts, members)) == self.copies:
+                return None
+            most = min(self.copies, members)
+            more = "" if held == most else f"; slots={-(-num_experts * most // members)} holds {most}"
+            copies = f"{held} of {self.copies} copies of each expert"
+            return (
+                f"elastic.experts: {members} members with {self.slots} slots hold {copies}: a run that loses {held} at "
+                f"once goes back to its checkpoint{more}"
+            )
 
         def held_copies(self, num_experts: int, members: int) -> int:
             """Return `copies`, or as many as there are slots for; 0: not even one of each expert has a place."""

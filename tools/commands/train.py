@@ -66,7 +66,8 @@ def command(
     where = default_run_dir(run.experiment or "", run.run_dir)
     if members is not None and not is_member():
         cfg.check()
-        cfg.elastic.check_members(cfg, members)
+        if (warning := cfg.elastic.check_members(cfg, members)) is not None:
+            click.echo(f"train: {warning}", err=True)
         row = supervise(cfg, run, where, members, processes)
         click.echo(outcome(row, steps, bucket_url(where) or where))
         return

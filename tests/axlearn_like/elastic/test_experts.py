@@ -68,6 +68,14 @@ def test_the_threshold_is_lowered_to_what_there_is_room_for():
     assert SpreadExperts.Config(slots=16, copies=3).held_copies(8, 2) == 2, "one to a member"
 
 
+def test_fewer_copies_than_are_wanted_are_said():
+    said = SpreadExperts.Config(slots=5).check_members(8, 3)
+    assert said is not None and "hold 1 of 2 copies" in said and said.endswith("; slots=6 holds 2")
+    assert SpreadExperts.Config(slots=6).check_members(8, 3) is None
+    few = SpreadExperts.Config(slots=16, copies=3).check_members(8, 2)
+    assert few is not None and few.endswith("loses 2 at once goes back to its checkpoint")
+
+
 def test_bad_input_is_refused():
     with pytest.raises(ConfigError, match="slots: expected 3 or more: 3 members hold the 8 experts of a layer, got 2"):
         SpreadExperts.Config(slots=2).check_members(8, 3)
