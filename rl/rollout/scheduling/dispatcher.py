@@ -84,7 +84,7 @@ class Dispatcher:
             drawn = jax.device_get(drawing.out)
             ready = time.monotonic()
             if "drafted" not in drawn and self._executor.runner.steps.traces == drawing.began[1]:
-                self._earlier.decoded(len(drawn["counts"]), int(drawn["steps"]), ready - drawing.began[0])
+                self._earlier.decoded(len(drawn["counts"]), int(drawn["counts"].sum()), ready - drawing.began[0])
             self._record(drawing, drawn)
             self._seconds["device"] += ready - handed
             self._seconds["host"] += launched - began + time.monotonic() - ready
@@ -126,7 +126,7 @@ class Dispatcher:
             able = [one for one in rows if one.group.request.earlier and self._executor.redrawing(one)]
             shape = self._executor.decoding(rows) if able else None
             room = {one: self._room(one, MOST) for one in able}
-            chosen = [] if shape is None else self._earlier.choose(room, shape.rows, len(rows))
+            chosen = [] if shape is None else self._earlier.choose(room, shape.rows)
             if not chosen:
                 return rows
             for redraw in chosen:
@@ -145,7 +145,8 @@ class Dispatcher:
         out = jax.device_get(self._executor.redraw(redraw))
         seconds = time.monotonic() - began
         known = seconds if traces == self._executor.runner.steps.traces else None
-        self._earlier.measured(redraw, out["accepted"][: len(rows)], int(out["counts"].sum()), known)
+        drawn = [out["tokens"][: out["counts"][row], row] for row in range(len(rows))]
+        self._earlier.measured(redraw, drawn, known)
         self._record(Drawing(rows, out, None, redraw), out)
         self._seconds["device"] += seconds
 

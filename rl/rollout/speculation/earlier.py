@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Redraw:
 
 @dataclasses.dataclass(slots=True)
 class _Cost:
-    """The measured seconds of dispatches, and the tokens that came of them, or steps; `skipped`: chances not taken."""
+    """The measured seconds of dispatches, and their number, or that of their tokens; `skipped`: chances not taken."""
 
     seconds: float = 0.0
     count: float = 0.0
@@ -49,6 +50,14 @@ class _Cost:
     @property
     def each(self) -> float:
         return self.seconds / self.count if self.count else math.inf
+
+
+class _Place(NamedTuple):
+    """A place in an earlier text."""
+
+    shift: int | None  # place of the next token, less the tokens drawn; None: it is unknown
+    drawn: int  # tokens drawn when this was found
+    same: bool  # all of them are the text's
 
 
 class EarlierRollouts:
@@ -65,18 +74,16 @@ class EarlierRollouts:
         self._vocab, self._most_rows = vocab, most_rows
         self.adaptive = True
         self.counts = dict.fromkeys(("coupled_drafted_tokens", "coupled_accepted_tokens", "coupled_dispatches"), 0)
-        self._shifts: dict[tuple[int, int], tuple[int | None, int]] = {}  # sequence -> (next place - drawn, drawn)
+        self._places: dict[tuple[int, int], _Place] = {}
         self._refused: set[tuple[int, int]] = set()
-        self._acceptance = {True: Acceptance(), False: Acceptance()}  # True: at the same position
-        self._steps: dict[int, _Cost] = {}  # rows of decoding -> cost of a step
-        self._redraws: dict[Shape, _Cost] = {}  # shape -> cost of a token
+        self._acceptance = {True: Acceptance(), False: Acceptance()}  # True: of sequences that have drawn nothing else
+        self._decoding: dict[int, _Cost] = {}  # rows of a dispatch of decoding -> cost of a token
+        self._redraws: dict[Shape, _Cost] = {}  # shape -> cost of a dispatch
 
-    def choose(self, sequences: Mapping[Sequence, int], plain_rows: int, plain: int) -> list[Redraw]:
+    def choose(self, sequences: Mapping[Sequence, int], plain_rows: int) -> list[Redraw]:
         """Return dispatches that verify earlier rollouts of these sequences; none: decoding is as good.
 
-        Args:
-            plain_rows: rows of the dispatch that would decode them, and others.
-            plain: sequences that it would decode.
+        `plain_rows`: rows of the dispatch that would decode them, and others.
         """
         found = [(one, draft) for one, room in sequences.items() if len(draft := self.draft(one, room))]
         found.sort(key=lambda pair: -len(pair[1]))
@@ -86,9 +93,9 @@ class EarlierRollouts:
             rows = min(_TOKENS // chunk, self._most_rows)
             rows = min(size for size in (rows, -(-rows // 2), -(-rows // 4)) if size >= min(len(found), rows))
             part, found = found[:rows], found[rows:]
-            if self._pays((rows, chunk), plain_rows, plain):
-                drafts = [draft[: chunk - 1] for _, draft in part]
-                chosen.append(Redraw([one for one, _ in part], drafts, (rows, chunk)))
+            redraw = Redraw([one for one, _ in part], [draft[: chunk - 1] for _, draft in part], (rows, chunk))
+            if self._pays(redraw, plain_rows):
+                chosen.append(redraw)
         return chosen
 
     def draft(self, sequence: Sequence, room: int) -> np.ndarray:
@@ -101,70 +108,78 @@ class EarlierRollouts:
         if sequence.sample >= len(earlier) or sequence.is_prefix or key in self._refused:
             return none
         text, drawn = earlier[sequence.sample], sequence.drawn
-        shift, known = self._shifts.get(key, (0, 0))
-        if drawn > known or key not in self._shifts:
-            shift = self._follow(sequence, text, shift, known)
-            self._shifts[key] = shift, drawn
-        if shift is None:
+        place = self._places.setdefault(key, _Place(0, 0, True))
+        if drawn > place.drawn:
+            place = self._places[key] = self._follow(sequence, text, place)
+        if place.shift is None:
             return none
         most = min(sequence.remaining, room, MOST) - 1
         if self.adaptive:
-            most = min(most, self._acceptance[shift == 0].depth)
-        draft = text[drawn + shift :][: max(0, most)]
+            most = min(most, self._acceptance[place.same].depth)
+        draft = text[drawn + place.shift :][: max(0, most)]
         wrong = np.flatnonzero((draft < 0) | (draft >= self._vocab))
         return draft[: wrong[0]] if len(wrong) else draft
 
-    def _follow(self, sequence: Sequence, text: np.ndarray, shift: int | None, known: int) -> int | None:
-        """Return the shift after more tokens, or None.
+    def _follow(self, sequence: Sequence, text: np.ndarray, before: _Place) -> _Place:
+        """Return the place after more tokens.
 
-        It is as before while they are the text's, else by the last of them; where those are nowhere in the text, as
-        before again if only the last token differs from it: one was replaced, and what follows has the same noise.
+        The shift is as before while they are the text's, else by the last of them; where those are nowhere in the text,
+        as before again if only the last token differs from it: one was replaced, and what follows has the same noise.
         """
-        new = sequence.tokens[len(sequence.prompt) + known :]
-        old = text[: 0 if shift is None else None][known + (shift or 0) :][: len(new)]
+        new, shift = sequence.tokens[len(sequence.prompt) + before.drawn :], before.shift
+        old = new[:0] if shift is None else text[before.drawn + shift :][: len(new)]
         if np.array_equal(new, old):
-            return shift
+            return before._replace(drawn=sequence.drawn)
         places, matched = longest_suffix(np.append(text, NOTHING), np.asarray(sequence.output_tokens[-CONTEXT:]))
-        if matched < _MATCH:
-            return shift if len(old) == len(new) > 1 and np.array_equal(new[:-1], old[:-1]) else None
-        shifts = places - sequence.drawn
-        return int(shifts[np.argmin(np.abs(shifts))])
+        if matched >= _MATCH:
+            shifts = places - sequence.drawn
+            shift = int(shifts[np.argmin(np.abs(shifts))])
+        elif not (len(old) == len(new) > 1 and np.array_equal(new[:-1], old[:-1])):
+            shift = None
+        return _Place(shift, sequence.drawn, False)
 
-    def _pays(self, shape: Shape, plain_rows: int, count: int) -> bool:
-        """Return True unless a dispatch of this shape was measured to cost more for a token than decoding does."""
-        step = self._steps.get(plain_rows)
-        cost = self._redraws.setdefault(shape, _Cost())
-        if not self.adaptive or (step is not None and cost.each < step.each / count):
+    def _pays(self, redraw: Redraw, plain_rows: int) -> bool:
+        """Return True unless its expected tokens cost more, by what was measured, than decoding them does."""
+        plain, cost = self._decoding.get(plain_rows), self._redraws.setdefault(redraw.shape, _Cost())
+        if not self.adaptive or (plain is not None and cost.each < plain.each * self._expected(redraw)):
             return True
-        if step is None or (cost.count and cost.skipped < _RETRY):
+        if plain is None or (cost.count and cost.skipped < _RETRY):
             cost.skipped += 1
             return False
         cost.skipped = 0
         return True
 
+    def _expected(self, redraw: Redraw) -> float:
+        """Return the tokens that it is expected to draw: those accepted of each draft, and one more."""
+        pairs = zip(redraw.sequences, redraw.drafts, strict=True)
+        return sum(1 + self._acceptance[self._places[_key(one)].same].gain(len(draft)) for one, draft in pairs)
+
     # ---- what became of drafts
 
-    def decoded(self, rows: int, steps: int, seconds: float) -> None:
-        """Note what a dispatch of decoding took, which compiled nothing."""
-        if steps:
-            self._steps.setdefault(rows, _Cost()).add(seconds, steps)
+    def decoded(self, rows: int, tokens: int, seconds: float) -> None:
+        """Note what a dispatch of decoding took, which compiled nothing, and the tokens that it drew."""
+        if tokens:
+            self._decoding.setdefault(rows, _Cost()).add(seconds, tokens)
 
-    def measured(self, redraw: Redraw, accepted: np.ndarray, drawn: int, seconds: float | None) -> None:
-        """Note what a dispatch has brought: tokens accepted of each draft, and all that were drawn.
+    def measured(self, redraw: Redraw, drawn: Items[np.ndarray], seconds: float | None) -> None:
+        """Note what a dispatch has brought.
 
-        `seconds`: None where it compiled a program.
+        Args:
+            redraw: the dispatch.
+            drawn: tokens that each of its sequences drew.
+            seconds: None where it compiled a program.
         """
-        drafted = sum(map(len, redraw.drafts))
-        for name, count in zip(self.counts, (drafted, int(accepted.sum()), 1), strict=True):
+        right = [_right(draft, tokens) for draft, tokens in zip(redraw.drafts, drawn, strict=True)]
+        for name, count in zip(self.counts, (sum(map(len, redraw.drafts)), sum(right), 1), strict=True):
             self.counts[name] += count
-        for aligned, record in self._acceptance.items():
-            mine = [n for n, one in enumerate(redraw.sequences) if (self._shifts[_key(one)][0] == 0) is aligned]
+        for same, record in self._acceptance.items():
+            mine = [n for n, one in enumerate(redraw.sequences) if self._places[_key(one)].same is same]
             if mine:
                 record.decay(_MEMORY)
-                record.accepted += int(accepted[mine].sum())
-                record.missed += sum(int(accepted[n]) < len(redraw.drafts[n]) for n in mine)
+                record.accepted += sum(right[n] for n in mine)
+                record.missed += sum(right[n] < min(len(redraw.drafts[n]), len(drawn[n])) for n in mine)
         if seconds is not None:
-            self._redraws.setdefault(redraw.shape, _Cost()).add(seconds, drawn)
+            self._redraws.setdefault(redraw.shape, _Cost()).add(seconds, 1)
 
     def refuse(self, sequence: Sequence) -> None:
         """Draft no more for a sequence."""
@@ -173,8 +188,15 @@ class EarlierRollouts:
     def forget(self, group: SequenceGroup) -> None:
         """Note a request that has ended."""
         for sequence in group.sequences:
-            self._shifts.pop(_key(sequence), None)
+            self._places.pop(_key(sequence), None)
             self._refused.discard(_key(sequence))
+
+
+def _right(draft: np.ndarray, drawn: np.ndarray) -> int:
+    """Return the tokens of a draft that were drawn, before the first that was not; the last may have ended the row."""
+    size = min(len(draft), len(drawn))
+    wrong = np.flatnonzero(draft[:size] != drawn[:size])
+    return int(wrong[0]) if len(wrong) else size
 
 
 def _key(sequence: Sequence) -> tuple[int, int]:

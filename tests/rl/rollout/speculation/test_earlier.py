@@ -50,7 +50,7 @@ def drawn(engine: RolloutEngine, asked: list[Request]) -> tuple[list[Rollout], d
     before = dict(engine.earlier.counts)
     rollouts = engine.generate(asked)
     assert_no_page_is_held(engine)
-    assert not engine.earlier._shifts and not engine.earlier._refused
+    assert not engine.earlier._places and not engine.earlier._refused
     return rollouts, {name: count - before[name] for name, count in engine.earlier.counts.items()}
 
 
@@ -206,7 +206,7 @@ def params_of_engine() -> Any:
 
 
 def test_dispatches_that_cost_more_than_decoding_are_not_made_but_tried():
-    """Decoding of 8 rows takes 1 ms a step, verifying 10 ms for a token, and later 0.01 ms."""
+    """Decoding of 8 rows takes 1 ms a step, verifying 100 ms a dispatch, and later 0.1 ms."""
     fresh = make_engine(params())
     earlier, asked = fresh.earlier, dataclasses.replace(request(5), stop=StopConditions())
     known = fresh.generate([asked])
@@ -215,17 +215,17 @@ def test_dispatches_that_cost_more_than_decoding_are_not_made_but_tried():
     group = fresh.lifecycle.groups[number]
     group.request = dataclasses.replace(asked, earlier=tuple(one.tokens for one in known))
     rows = dict.fromkeys(fresh.scheduler.running, 32)
-    earlier._steps.clear()
+    earlier._decoding.clear()
     earlier._redraws.clear()
-    assert not earlier.choose(rows, 8, 8)  # nothing is known of decoding
-    earlier.decoded(8, 10, 0.01)
-    (first,) = earlier.choose(rows, 8, 8)
+    assert not earlier.choose(rows, 8)  # nothing is known of decoding
+    earlier.decoded(8, 80, 0.01)
+    (first,) = earlier.choose(rows, 8)
     for chunk in (8, 16, 32):
         costly = dataclasses.replace(first, shape=(first.shape[0], chunk))
-        earlier.measured(costly, np.array([3] * len(first.sequences)), 10, 0.1)
-    tries = [len(earlier.choose(rows, 8, 8)) for _ in range(60)]
+        earlier.measured(costly, [draft[:3] for draft in first.drafts], 0.1)
+    tries = [len(earlier.choose(rows, 8)) for _ in range(60)]
     assert 2 <= sum(tries) <= 5
     for _ in range(100):
-        earlier.measured(costly, np.array([9] * len(first.sequences)), 10, 0.0001)
-    assert all(len(earlier.choose(rows, 8, 8)) == 1 for _ in range(20))
+        earlier.measured(costly, [draft[:9] for draft in first.drafts], 0.0001)
+    assert all(len(earlier.choose(rows, 8)) == 1 for _ in range(20))
     fresh.abort(number)
