@@ -91,7 +91,7 @@ def redraw(
         plain: the sampling parameters of every row are.
 
     Returns:
-        The pool, and the arrays of `decode_drafts` for t = c and one step.
+        The pool, and the arrays of `decode_drafts` for t = c and one step, but for `accepted` and `missed`.
     """
     size, depth = batch.draft.shape
     chunk, alive = depth + 1, batch.remaining > 0
@@ -104,7 +104,7 @@ def redraw(
     context = PagedContext(*places, chunk=chunk, pages=settings.pages, kernel=settings.kernel)
     hidden = model.hidden(fed, context, pool)
     tokens, chosen = _drawer(model, batch, chunk, plain)(hidden.x, None, none)
-    accepted, _, drawn, _, stopped, broken = _verified(tokens, chosen, batch.draft, live, alive, batch.stop)
+    _, _, drawn, _, stopped, broken = _verified(tokens, chosen, batch.draft, live, alive, batch.stop)
     out = {
         "tokens": tokens.T,
         "chosen": jax.tree.map(jnp.transpose, chosen),
@@ -112,8 +112,6 @@ def redraw(
         "stopped": stopped,
         "broken": broken,
         "drafted": jnp.where(alive, batch.depth, 0),
-        "accepted": jnp.maximum(drawn - 1, 0),
-        "missed": alive & (accepted < batch.depth),
         "steps": jnp.int32(1),
     }
     routing = record_of(model, hidden)

@@ -17,7 +17,7 @@ from rl.rollout.sequence import Sequence, SequenceGroup
 from rl.rollout.speculation.acceptance import Acceptance
 from rl.rollout.speculation.draft import CONTEXT, NOTHING, longest_suffix
 
-_CHUNKS = (8, 16, 32)
+_CHUNKS = (8, 16, 32)  # tokens that a dispatch feeds each row
 MOST = _CHUNKS[-1]
 _TOKENS = 512  # tokens of a dispatch, in all rows
 _MATCH = 4  # last tokens by which a sequence that has diverged finds its place in the earlier text again
