@@ -80,7 +80,8 @@ def kill_at(kind: type, name: str, number: int) -> None:
     setattr(kind, name, killing)
 
 
-def main(run: str, steps: str) -> None:
+def live(run: str, points: dict[str, tuple[type, str]]) -> None:
+    """Begin a life of this member: the first ends at its point of FAULTS, the second tells that it is back."""
     index = json.loads(os.environ[VARIABLE])["index"]
     fault = json.loads(os.environ.get("FAULTS", "{}")).get(str(index))
     once = Path(run) / f"fault-{index}"
@@ -94,8 +95,12 @@ def main(run: str, steps: str) -> None:
         Member.join = joined
     elif fault:
         once.touch()
-        kill_at(*POINTS[fault[0]], fault[1])
+        kill_at(*points[fault[0]], fault[1])
     enable_compilation_cache()
+
+
+def main(run: str, steps: str) -> None:
+    live(run, POINTS)
     config(int(steps)).build().run(run, progress=False)
 
 

@@ -1,51 +1,19 @@
 """Elastic training by real processes that are killed by SIGKILL, against the same run in one process, undisturbed."""
 
-import json
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
-from axlearn_like.checkpoint.reader import restore_params
-from axlearn_like.config import to_text
-from axlearn_like.elastic.membership import MemberTimeouts
-from axlearn_like.elastic.supervisor import MemberSupervisor
-from axlearn_like.operations.step_metrics import without_clock
-from axlearn_like.run.directory import RunDirectory
-from axlearn_like.run.events import EventLog
-from axlearn_like.run.metrics import read_rows
+from tests.axlearn_like.elastic.killed import STEPS, Faults, check_ended, check_same_bits, supervised, undisturbed_run
 from tests.axlearn_like.elastic.process import config
 
-STEPS = 26
-Faults = dict[str, tuple[str, int]]
+run_members = partial(supervised, "tests.axlearn_like.elastic.process", config(STEPS))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    config(STEPS).build().run(folder, progress=False)
-    return folder
-
-
-def supervised(folder: Path, members: int, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Run the members to the end, and return the events."""
-    monkeypatch.setenv("FAULTS", json.dumps(faults))
-    monkeypatch.setenv("RUN", str(folder))
-    command = [sys.executable, "-m", "tests.axlearn_like.elastic.process", str(folder), str(STEPS)]
-    with RunDirectory.open(folder, to_text(config(STEPS))) as run:
-        MemberSupervisor(command, members, EventLog(run.events_path), MemberTimeouts(60.0, 240.0)).run()
-    return read_rows(folder / "events.jsonl")
-
-
-def check_same_bits(folder: Path, other: Path) -> None:
-    ours, theirs = ([without_clock(row) for row in read_rows(run / "metrics.jsonl")] for run in (folder, other))
-    assert [row["step"] for row in theirs] == list(range(1, STEPS + 1))
-    assert ours == theirs
-    found, expected = (restore_params(run / "checkpoints" / str(STEPS)) for run in (folder, other))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    return undisturbed_run(config, tmp_path_factory)
 
 
 @pytest.mark.full
@@ -65,14 +33,10 @@ def check_same_bits(folder: Path, other: Path) -> None:
 def test_killed_processes_change_no_bit_and_come_back(
     tmp_path: Path, undisturbed: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ):
-    events = supervised(tmp_path / "run", 3, faults, monkeypatch)
+    events = run_members(tmp_path / "run", 3, faults, monkeypatch)
     check_same_bits(tmp_path / "run", undisturbed)
-    ended = [row for row in events if row["event"] == "member_ended"]
-    assert sorted(str(row["member"]) for row in ended) == sorted(faults) and {row["status"] for row in ended} == {-9}
-    resized = [row for row in events if row["event"] == "resized"]
-    assert resized[0]["members"] == resized[-1]["members"] == 3
-    assert min(row["members"] for row in resized) < 3
-    assert all(row["steps_lost"] == 0 for row in resized) and resized[-1]["bytes"] > 0
+    resized = check_ended(events, faults)
+    assert resized[-1]["bytes"] > 0
     # Each process restores its first state from no checkpoint: a run that did would begin again, at step 4 or later.
     assert [row["step"] for row in events if row["event"] == "train_begin"][0] == 0
 
@@ -83,7 +47,7 @@ def test_when_all_are_lost_at_once_the_checkpoint_counts_and_the_lost_steps_are_
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ):
     faults: Faults = {"0": ("update", 11), "1": ("update", 11)}  # the first call compiles
-    events = supervised(tmp_path / "run", 2, faults, monkeypatch)
+    events = run_members(tmp_path / "run", 2, faults, monkeypatch)
     check_same_bits(tmp_path / "run", undisturbed)
     lost = [row for row in events if row["event"] == "resized" and row["members_before"]]
     assert lost[0]["steps_lost"] == 1 and lost[0]["step"] == 9, "checkpoints are of steps 4 and 8, and 9 was made"

@@ -16,14 +16,12 @@ from typing import Any
 from axlearn_like.elastic.elastic import Elastic
 from axlearn_like.elastic.experts import SpreadExperts
 from axlearn_like.elastic.member import Member
-from axlearn_like.elastic.supervisor import VARIABLE
 from axlearn_like.input import SupervisedInput
 from axlearn_like.training.trainer import Trainer
 from axlearn_like.training.updates.spread.calls import ExpertCalls
 from axlearn_like.training.updates.spread.placed import ExpertPlaces
 from axlearn_like.training.updates.spread.step import SpreadStep
-from mesh.programs.compilation import enable_compilation_cache
-from tests.axlearn_like.elastic.process import kill_at
+from tests.axlearn_like.elastic.process import live
 from tests.axlearn_like.tiny import Counting, tiny_trainer
 from tests.axlearn_like.training.updates.zebra.test_step import mixture
 
@@ -64,21 +62,8 @@ def meet(faults: dict[str, Any], run: Path) -> None:
 
 
 def main(run: str, steps: str) -> None:
-    index, faults = json.loads(os.environ[VARIABLE])["index"], json.loads(os.environ.get("FAULTS", "{}"))
-    fault, once = faults.get(str(index)), Path(run) / f"fault-{index}"
-    meet(faults, Path(run))
-    if once.exists():  # the second life
-        join = Member.join
-
-        def joined(self: Member) -> None:
-            join(self)
-            (Path(run) / f"back-{index}").touch()
-
-        Member.join = joined
-    elif fault:
-        once.touch()
-        kill_at(*POINTS[fault[0]], fault[1])
-    enable_compilation_cache()
+    meet(json.loads(os.environ.get("FAULTS", "{}")), Path(run))
+    live(run, POINTS)
     config(int(steps), int(os.environ.get("COPIES", "2"))).build().run(run, progress=False)
 
 
