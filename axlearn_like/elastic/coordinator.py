@@ -5,6 +5,7 @@ answers at the border of its update with the step of its state; when all have, t
 change before that begins the same again.
 """
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -57,6 +58,7 @@ class Coordinator:
         self._members: dict[int, _Connected] = {}  # index -> member, the first that came in front
         self._lock = threading.RLock()
         self._epoch, self._stop = 0, False
+        self._end_after: tuple[int | None] | None = None  # `last` of the views of a run that is to stop, once decided
         self._view, self._before = Membership(0, ()), 0
         self._began: float | None = None  # time of the first change that no update has followed yet
         self._bytes = 0  # bytes that members have fetched since then
@@ -69,7 +71,7 @@ class Coordinator:
         threading.Thread(target=self._watch, name="elastic-watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Let all members end after the next update."""
+        """Let all members end after the next update, which is the same for all of them."""
         with self._lock:
             if not self._stop:
                 self._stop = True
@@ -147,7 +149,11 @@ class Coordinator:
         if stateless and len(members) < self._expected and waited < self._timeouts.patience and not self._stop:
             return
         places = tuple(MemberEntry(member.index, member.address, member.step) for member in members)
-        self._view = Membership(self._epoch, places, self._stop)
+        view = self._view = Membership(self._epoch, places, self._stop)
+        if self._stop:
+            # Some may have made an update that others lack: all know the last one by its number, whatever else changes.
+            self._end_after = self._end_after or (None if view.newest is None else view.newest + 1,)
+            self._view = dataclasses.replace(view, last=self._end_after[0])
         for member in members:
             member.tell("view", view=self._view.to_json())
 

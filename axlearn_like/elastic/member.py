@@ -67,10 +67,9 @@ class Member:
         """The view in force, which may be about to change."""
         return self._view
 
-    @property
-    def stopping(self) -> bool:
-        """True if the run ends after this update."""
-        return self._view.stop
+    def ends_after(self, step: int) -> bool:
+        """Return True if the run is to end with the state after so many updates."""
+        return self._view.stop and (self._view.last is None or step >= self._view.last)
 
     @property
     def changed(self) -> bool:

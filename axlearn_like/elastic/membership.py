@@ -30,12 +30,14 @@ class Membership:
     Attributes:
         epoch: number of the change that it follows.
         members: the members.
-        stop: the run ends after the next update.
+        stop: the run ends.
+        last: number of the update after which it does; None: it ends with the states that there are.
     """
 
     epoch: int
     members: tuple[MemberEntry, ...]
     stop: bool = False
+    last: int | None = None
 
     @property
     def newest(self) -> int | None:
@@ -59,4 +61,4 @@ class Membership:
     def from_json(cls, row: Mapping[str, Any]) -> "Membership":
         """Return the view of a row."""
         places = (MemberEntry(place["index"], tuple(place["address"]), place["step"]) for place in row["members"])
-        return cls(row["epoch"], tuple(places), row["stop"])
+        return cls(row["epoch"], tuple(places), row["stop"], row["last"])

@@ -112,8 +112,10 @@ def describe_batch(cfg: SupervisedInput.Config, mesh: Mesh) -> dict[str, jax.Sha
     }
 
 
-def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> None:
+def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int, parts: str = "microbatches") -> None:
     """Refuse a batch whose rows, or whose tokens in a row, do not divide into microbatches over the mesh.
+
+    `parts`: the name of the microbatches in the error.
 
     Raises:
         ConfigError: naming the field.
@@ -121,7 +123,7 @@ def check_rows(cfg: SupervisedInput.Config, mesh: Mesh, microbatches: int) -> No
     axes = mesh_axes("batch")
     shards = math.prod(mesh.shape[axis] for axis in axes)
     multiple = shards * microbatches
-    expected = f"a multiple of {multiple}: {microbatches} microbatches, each sharded over {shards} parts of the mesh"
+    expected = f"a multiple of {multiple}: {microbatches} {parts}, each sharded over {shards} parts of the mesh"
     cfg.require("batch_size", cfg.batch_size % multiple == 0, f"{expected} ({' x '.join(axes)})")
     if (devices := math.prod(mesh.shape[axis] for axis in mesh_axes("length"))) > 1:
         fits = cfg.seq_len % (2 * devices) == 0

@@ -28,7 +28,7 @@ from axlearn_like.training.alignment.kto import KTO
 from axlearn_like.training.alignment.preferences import PreferenceLoss, ReferenceLoss
 from axlearn_like.training.alignment.scoring import ScoredStep, Scoring, describe_scored
 from axlearn_like.training.head_losses import HeadLoss
-from axlearn_like.training.losses import SupervisedLoss, make_supervised_loss
+from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.opening import ended_in_all, open_in_all
 from axlearn_like.training.program import (
     TrainProgram,
@@ -43,8 +43,8 @@ from axlearn_like.training.program import (
 )
 from axlearn_like.training.replicas import Replicas
 from axlearn_like.training.session import Session, TrainingConfig
-from axlearn_like.training.step import AccumulatedStep
 from axlearn_like.training.supervised_updates import SupervisedUpdates
+from axlearn_like.training.updates.members import member_programs, summed_step
 from axlearn_like.training.updates.spread.spread import check_spread, first_in_host_memory, spread_program
 from axlearn_like.training.updates.spread.step import SpreadStep
 from axlearn_like.training.updates.zebra.step import ZebraStep
@@ -133,7 +133,8 @@ class Trainer(Configurable):
             if self.elastic is not None:
                 self.elastic.check_mesh(mesh)
             with use_rules(self.axis_rules):
-                check_rows(self.input, mesh, self.microbatches if self.elastic is None else self.elastic.parts)
+                parts = (self.microbatches,) if self.elastic is None else (self.elastic.parts, "parts (elastic.parts)")
+                check_rows(self.input, mesh, *parts)
             return mesh
 
         def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:
@@ -177,9 +178,9 @@ class Trainer(Configurable):
             return ("train",)
 
         def programs(self, devices: Sequence[Any]) -> Programs:
-            """Describe what the trainer can run on these devices: train and eval."""
+            """Describe what the trainer can run on these devices: train and eval; of a member of a run also update."""
             self.require("zebra", self.zebra is None, "None, to compile the step as one program")
-            return trainer_programs(self, devices)
+            return (trainer_programs if self.elastic is None else member_programs)(self, devices)
 
         def tuning(self) -> Tuning:
             """Return the fields that change the memory and speed of the train step, but not its result."""
@@ -314,11 +315,11 @@ class Trainer(Configurable):
             done = loop.run(
                 lambda: (
                     group.any(stop.requested or stopped() or run.is_cut_off())
-                    or (member is not None and member.stopping)
+                    or (member is not None and member.ends_after(loop.step))
                 )
             )
-            if self._member is not None and (done or self._member.stopping):
-                finish(self._member, loop)
+            if member is not None and (done or member.ends_after(loop.step)):
+                finish(member, loop)
             session.end(loop.step, "done" if done else stop.reason or "another process", show=show)
             return (loop.log.rows[-1] if loop.log.rows else {}) | {"step": loop.step, "finished": done}
 
@@ -336,9 +337,7 @@ class Trainer(Configurable):
         assert cfg.elastic is not None
         if cfg.elastic.experts is not None:
             return spread_program(cfg, program, self._learner, self._member, (session.tiers, session.events))
-        loss_fn = make_supervised_loss(program.graphdef, cfg.loss.build())
-        options: dict[str, Any] = {"like": program.state, "compiler_options": cfg.compiler_options}
-        summed = session.guarded(AccumulatedStep(loss_fn, self._learner, **options))
+        summed = session.guarded(summed_step(cfg, program, self._learner))
         here = {"tiers": session.tiers, "described": (program.state, cfg.batch(self._mesh))}
         return program._replace(step=cfg.elastic.step(summed, self._member, **here))
 

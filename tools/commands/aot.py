@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from mesh.topology import Topology
 
 STEP_HELP = (
-    "What to compile: train, eval, score, prefill or decode; of packed rows also train_LENGTH and update; "
-    "of PPO critic and values; of a reference policy reference (of its penalty reference_rollouts, of an exact KL "
-    "reference_states)."
+    "What to compile: train, eval, score, prefill or decode; of elastic training, whose train is a part of a batch, "
+    "also update; of packed rows also train_LENGTH and update; of PPO critic and values; of a reference policy "
+    "reference (of its penalty reference_rollouts, of an exact KL reference_states)."
 )
 
 

@@ -138,10 +138,51 @@ def test_a_silent_member_is_excluded_and_a_stopped_run_ends_at_one_update(tmp_pa
     assert [place.index for place in view.members] == [0] and gone == [1]
     coordinator.stop()
     member.wait(5.0)
-    assert member.agree(3).stop and member.stopping
+    assert member.agree(3).stop and [member.ends_after(step) for step in (3, 4)] == [False, True]
     member.finish()
     member.wait(5.0)
     assert member.over and coordinator.over.is_set()
+
+
+def test_a_stop_that_finds_members_at_different_updates_ends_all_after_the_same_one(tmp_path: Path):
+    coordinator = Coordinator(2, KEY, EventLog(tmp_path / "events.jsonl"), MemberTimeouts(silence=60.0))
+    members = [Member(index, coordinator.address, KEY) for index in (0, 1)]
+    for member in members:
+        member.join()
+
+    def agree(*steps: int | None) -> None:
+        def one(member: Member, step: int | None) -> None:
+            while not member.changed:
+                member.wait(1.0)
+            member.agree(step)
+
+        threads = [threading.Thread(target=one, args=each) for each in zip(members, steps, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+    agree(None, None)
+    coordinator.stop()
+    agree(8, 7)  # the second has not made the update that the first has, whose state it fetches
+    assert [member.ends_after(8) for member in members] == [False, False]
+    assert [member.ends_after(9) for member in members] == [True, True]
+    coordinator._change()  # such as a loss while the last update is made: some have made it
+    agree(9, 8)
+    assert [member.ends_after(step) for member in members for step in (8, 9)] == [False, True] * 2
+
+
+def test_a_stop_before_there_is_a_state_ends_all_with_the_checkpoint(tmp_path: Path):
+    coordinator = Coordinator(1, KEY, EventLog(tmp_path / "events.jsonl"), MemberTimeouts(silence=60.0))
+    member = Member(0, coordinator.address, KEY)
+    member.join()
+    coordinator.stop()
+    assert member.agree(None).stop and member.ends_after(0)
+    coordinator._change()
+    while not member.changed:
+        member.wait(1.0)
+    assert member.agree(7).stop and member.ends_after(7)
 
 
 def test_a_stranger_is_heard_by_nobody():

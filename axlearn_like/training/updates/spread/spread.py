@@ -51,7 +51,7 @@ def spread_program(
 
     def due(number: int) -> bool:
         """Return True for an update that all members save after, not one that leaves alone."""
-        everyone = member is None or member.stopping
+        everyone = member is None or member.ends_after(number)
         return everyone or tiers.should_save(number) or number == trainer.num_steps
 
     tiers.gathered = lambda number, state: step.gathered(dict(state)) if due(number) else None
