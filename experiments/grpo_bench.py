@@ -14,6 +14,7 @@ from rl.experiment import RLExperiment
 from rl.objective.presets import grpo
 from rl.protocol.messages import Problem
 from rl.rollout.engine import RolloutEngine
+from rl.training.trainer import PolicyTrainer
 from rl.verification.inline import InlineVerifier
 from rl.verification.scorers import FunctionScorer
 
@@ -98,6 +99,7 @@ def grpo_bench(
         prompts_per_step=prompts,
         samples_per_prompt=group,
         objective=grpo().set(old_policy="current"),
+        trainer=PolicyTrainer.Config(row_multiple=prompts),
         learner=Learner.Config(
             optimizer=AdamW.Config(b2=0.999, weight_decay=1e-4),
             schedule=Constant.Config(lr=learning_rate),

@@ -66,8 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 2 a user error, 130 interrupted. Other exceptions pass through.
     """
+    status = _status(list(sys.argv[1:] if argv is None else argv) or ["--help"])
+    if argv is None and (background := sys.modules.get("mesh.programs.background")):
+        background.leave(status)
+    return status
+
+
+def _status(arguments: list[str]) -> int:
+    """Run a command; returns the exit status."""
     try:
-        arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
         result = cli.main(args=arguments, prog_name="axl", standalone_mode=False)
         return result if isinstance(result, int) and not isinstance(result, bool) else 0
     except UserError as error:

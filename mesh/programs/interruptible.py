@@ -5,6 +5,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from mesh.programs.background import begin_thread
+
 
 def map_in_threads[T, R](work: Callable[[T], R], items: Sequence[T], count: int | None = None) -> list[R]:
     """Return `work` of all items in their order, `count` at a time (None: as many as cores).
@@ -29,7 +31,7 @@ def map_in_threads[T, R](work: Callable[[T], R], items: Sequence[T], count: int 
                 done.put((number, None, error))
 
     for _ in range(min(count or os.cpu_count() or 1, len(items))):
-        threading.Thread(target=take, name="interruptible", daemon=True).start()
+        begin_thread(take, "interruptible")
     found: dict[int, R | None] = {}
     try:
         while len(found) < len(items):

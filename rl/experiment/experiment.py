@@ -184,16 +184,16 @@ class RLExperiment(Configurable):
         )
         each_row = cfg.trainer.samples_per_row or cfg.samples_per_prompt
         rows = max(cfg.trainer.row_multiple, 1)  # batches have a multiple of these
-        batch_shapes = padded(cfg.prompts_per_step * cfg.samples_per_prompt // each_row, rows) // rows
+        self._batch_shapes = padded(cfg.prompts_per_step * cfg.samples_per_prompt // each_row, rows) // rows
         if cfg.trainer.packing is not None:
-            batch_shapes = len(cfg.trainer.packing.lengths) or DEFAULT_SHAPES
+            self._batch_shapes = len(cfg.trainer.packing.lengths) or DEFAULT_SHAPES
         self.trainer_cfg = cfg.trainer.filled_from(
             cfg,
             model=cfg.policy,
             temperature=cfg.sampler.temperature,
             candidate_tokens=recorded_candidates(cfg.sampler),
             reference_devices=cfg.fleet.reference,
-            max_compilations=cfg.trainer.max_compilations or batch_shapes,
+            max_compilations=cfg.trainer.max_compilations or self._batch_shapes,
         )
 
     def resolved(self) -> Config:
@@ -407,7 +407,7 @@ class RLExperiment(Configurable):
             first: source of version 0; None: the experiment's own.
             opponents: versions that draw in episodes of other policies; None: none do.
         """
-        return self.trainer_cfg.build(
+        trainer = self.trainer_cfg.build(
             run=run,
             services=services,
             devices=devices,
@@ -417,6 +417,10 @@ class RLExperiment(Configurable):
                 types_read(self.engine_cfg), self.engine_cfg.possible_tags, opponents=opponents or Opponents()
             ),
         )
+        one_shape = self._batch_shapes == 1 and self.cfg.trainer.packing is None
+        sizes = {"groups": self.cfg.prompts_per_step, "samples": self.cfg.samples_per_prompt}
+        trainer.compile_ahead(**sizes, one_shape=one_shape)
+        return trainer
 
     def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:
         """Build the policy of the reference role on its devices (None: all), once the warm start is complete."""

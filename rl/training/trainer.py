@@ -34,7 +34,7 @@ from axlearn_like.training.loop import TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.session import Session
-from axlearn_like.training.step import State, Step, at_rate, program_of
+from axlearn_like.training.step import State, Step, at_rate, calls_of, program_of
 from axlearn_like.training.updates.minibatches import MinibatchStep
 from axlearn_like.training.updates.programs import StepProgram
 from mesh.distributed import ProcessGroup
@@ -239,6 +239,27 @@ class PolicyTrainer(Configurable):
     def done(self) -> bool:
         """Return True if no update is left to make."""
         return self._loop.finished()
+
+    def compile_ahead(self, *, groups: int, samples: int, one_shape: bool) -> None:
+        """Begin to compile, while the first rollouts are drawn: the comparison with the sampler, and the update.
+
+        Not in several processes, or where other trainers share the program.
+
+        Args:
+            groups: prompts of a batch.
+            samples: rollouts of each.
+            one_shape: the rows of all updates are equally many, padded ones; else those of the first are not known yet.
+        """
+        cfg, step = self.cfg, self._loop.step_fn
+        if self._group.count > 1 or self._shared is not None or not isinstance(step, MinibatchStep):
+            return
+        (batch,) = cfg.batches(self._mesh, groups=groups, samples=samples).values() if one_shape else (None,)
+        rows = {k: v for k, v in cfg.rows(self._mesh, groups=groups, samples=samples).items() if k != "temperature"}
+        if batch is not None:
+            with self.on_mesh():
+                call = next(calls_of(step.step, self.state, batch))
+            call.program.compile_ahead(call.changed, call.given, self.on_mesh)
+        self.diff.compile_ahead(self.state["params"], rows, batch, self.on_mesh)
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""

@@ -1,6 +1,7 @@
 """Difference of trainer and sampler log-probabilities under the same version of the weights."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
+from mesh.programs.background import in_background
 from mesh.programs.shared import shared_program
 from mesh.rules import complete_rows
 from rl.protocol.headers import GroupHeader
@@ -97,6 +99,30 @@ class LogprobDiff:
         self._temperature, self._group, self._bounds = spec.temperature, group, bounds
         self._length, self._row_multiple = row_length(sizes.max_prompt_tokens, sizes.max_new_tokens), sizes.row_multiple
         self._columns, self._max_new_tokens = [column for column in spec.columns if column.scored], sizes.max_new_tokens
+        self._compiled: Callable[[], Any] = lambda: None  # waits for what is compiled ahead
+
+    def compile_ahead(
+        self,
+        params: Params,
+        rows: Mapping[str, Any],
+        arrays: Mapping[str, Any] | None,
+        within: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Begin to compile what `metrics` runs; its first call waits for that.
+
+        Args:
+            rows: described tokens and targets of `score_rollouts`, with the columns that are scored.
+            arrays: described arrays of an update; None: their sizes are not known yet.
+            within: context of the mesh, which the thread enters that compiles.
+        """
+
+        def compile_all() -> None:
+            with within():
+                if arrays is not None:
+                    self._logprobs.lower(params, scored_arrays(arrays)).compile()
+                self._score_rows.lower(params, **rows, temperature=self._temperatures()).compile()
+
+        self._compiled = in_background(compile_all)
 
     def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
         """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
@@ -118,6 +144,7 @@ class LogprobDiff:
             batches: the rows of this process and the arrays on the devices, of each microbatch.
             contents: the rollouts of `rows` of this process, at least.
         """
+        self._compiled()
         differences = [np.zeros(0, np.float32)]
         for batch, arrays in batches:
             difference = np.abs(to_local(self.logprobs(params, arrays)) - batch["logprobs_behaviour"])
@@ -152,9 +179,11 @@ class LogprobDiff:
         score = self._score_reference if reference else self._score_rows
         with complete_rows():
             arrays = shard_batch(rows, rows=count)
-        arrays["temperature"] = jnp.full(1, self._temperature, jnp.float32)
-        found = score(params, **arrays)
+        found = score(params, **arrays, temperature=self._temperatures())
         return jax.tree.map(to_local, found).logprobs()
+
+    def _temperatures(self) -> jax.Array:
+        return jnp.full(1, self._temperature, jnp.float32)
 
     def rows(self, headers: Sequence[GroupHeader]) -> list[tuple[int, int]]:
         """Return group and rollout of each of the rows that this process scores."""

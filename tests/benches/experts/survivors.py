@@ -95,7 +95,7 @@ def check_same_rows(folder: Path, other: Path) -> bool:
 
 def figures(quick: bool) -> dict[str, Any]:
     """Return the ratio of samples, and what resizes took."""
-    members, kills, every = (2, 1, 20.0) if quick else (4, 3, 60.0)
+    members, kills, every = (2, 1, 20.0) if quick else (6, 3, 60.0)
     with tempfile.TemporaryDirectory() as folder:
         found: list[dict[str, Any]] = []
         for one, name in ((True, "elastic"), (False, "restart")):

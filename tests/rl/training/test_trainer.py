@@ -1,6 +1,7 @@
 """Updates go the right way, agree with the sampler, and come out the same when a run is killed and resumed."""
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,25 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.numerics
+def test_what_the_first_update_runs_is_compiled_once_and_ahead(tmp_path: Path):
+    """Described arguments are those of the call: else a program would be compiled again."""
+    forget_programs()
+    threads: dict[str, list[str]] = {"jit(step)": [], "jit(score)": [], "jit(logprobs)": []}
+
+    def compiled(event: str, seconds: float, **about: Any) -> None:
+        del seconds
+        if event.endswith("backend_compile_duration") and about.get("fun_name") in threads:
+            threads[about["fun_name"]].append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    roles = Roles.make(tmp_path / "r", config())
+    roles.advance(2)
+    counted = {name: list(names) for name, names in threads.items()}
+    threads.clear()
+    assert counted == {name: ["background"] for name in counted}
+    roles.crash()
+
+
 def test_trainer_and_sampler_agree_on_every_batch(uninterrupted: Roles):
     """The same weights, other programs, float32: at most 1.2e-5 on a token (measured 2e-6), 1.2e-6 in the mean."""
     rows = uninterrupted.rows()
