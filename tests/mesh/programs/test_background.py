@@ -1,5 +1,6 @@
 """Work in the background: its result, its error, and the end of a process beside a compilation."""
 
+import os
 import subprocess
 import sys
 import time
@@ -31,7 +32,8 @@ SLEEPS = (
 
 
 def ended(code: str) -> int:
-    return subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode
+    environ = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}  # else nothing is left to compile
+    return subprocess.run([sys.executable, "-c", code], env=environ, timeout=120, check=False).returncode
 
 
 def test_the_result_or_the_error_is_waited_for_within_the_context_of_the_caller():
@@ -49,6 +51,6 @@ def test_a_process_leaves_at_once_with_its_status_where_work_goes_on():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_an_interpreter_that_ends_beside_a_compilation_does_not_crash(seconds: float):
     assert ended(COMPILES + f"import time\ntime.sleep({seconds})") == 0
