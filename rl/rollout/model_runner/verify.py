@@ -56,7 +56,8 @@ def decode_drafts(
     Returns:
         As `decode`, for t = steps * chunk: the pool, the windows, and `tokens` [t, r], `chosen` [t, r], `counts`,
         `stopped`, `broken`, `steps`, `routing` [t, ...]. Of drafts: `drafted` int32 [r], tokens that were verified;
-        `accepted` int32 [r], those among the tokens drawn; `missed` int32 [r], steps with a wrong one, or with none.
+        `accepted` int32 [r], those among the tokens drawn; `missed` int32 [r], steps with a wrong one before the row's
+        end, or without a draft.
     """
     steps, pages, room = settings.steps, settings.pages, settings.steps * chunk
     if settings.in_pages:
@@ -126,8 +127,8 @@ def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chu
     def step(state: dict[str, Any]) -> dict[str, Any]:
         alive, counts, lengths = state["alive"], state["counts"], state["lengths"]
         drafts, known = _drafted(batch.draft, state["pointer"], depth)
-        most = jnp.minimum(jnp.minimum(known, batch.depth), batch.remaining - counts - 1)
-        drafted = jnp.where(alive, jnp.maximum(most, 0), 0)
+        wanted = jnp.where(alive, jnp.minimum(known, batch.depth), 0)
+        drafted = jnp.clip(batch.remaining - counts - 1, 0, wanted)
         live = alive[:, None] & (offsets <= drafted[:, None])
         feed = state["feed"][:, None]
         fed = jnp.where(live, jnp.concatenate([feed, drafts], axis=1), feed)
@@ -136,6 +137,7 @@ def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chu
         tokens, chosen = drawn_tokens(hidden, before, counts)
 
         accepted, last, drawn, kept, stopped, broken = _verified(tokens, chosen, drafts, live, alive, batch.stop)
+        right = jnp.minimum(accepted, drawn - broken)  # the last of them may have ended the row
         places = jnp.where(kept, counts[:, None] + offsets, room)  # out of range: not written
         recent = jnp.concatenate([state["recent"], tokens], axis=1)
         recent = jnp.take_along_axis(recent, drawn[:, None] + jnp.arange(CONTEXT), axis=1)
@@ -157,8 +159,8 @@ def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chu
             "chosen": jax.tree.map(put, state["chosen"], chosen),
             "routing": _put_routing(state["routing"], routing, places, rows),
             "drafted": state["drafted"] + drafted,
-            "accepted": state["accepted"] + jnp.maximum(drawn - 1, 0),
-            "missed": state["missed"] + (alive & ((drafted == 0) | (accepted < drafted))),
+            "accepted": state["accepted"] + right,
+            "missed": state["missed"] + (alive & ((wanted == 0) | (right < jnp.minimum(drafted, drawn)))),
         }
 
     return step

@@ -83,6 +83,26 @@ def test_drafts_change_no_bit(wrong: str):
         assert share < 0.05 and drafted > tokens
 
 
+def test_an_answers_end_is_no_miss(monkeypatch: pytest.MonkeyPatch):
+    """Drafts are right up to the end, and go on behind it, or there is no room for one."""
+    engine = drafting(expected())
+    drafter, speculation = oracle(engine), engine.speculation
+    assert speculation is not None
+    behind = np.full(DRAFTS.depth, 1, np.int32)
+    drafter.answers = {name: np.concatenate([tokens, behind]) for name, tokens in drafter.answers.items()}
+    missed, measured = list[int](), speculation.measured
+
+    def noted(sequences: Any, out: Any) -> None:
+        missed.append(int(out["missed"].sum()))
+        measured(sequences, out)
+
+    monkeypatch.setattr(speculation, "measured", noted)
+    accepted, drafted = engine.stats()["accepted_tokens"], engine.stats()["drafted_tokens"]
+    assert_same(engine.generate(REQUESTS), expected())
+    assert missed and not any(missed)
+    assert engine.stats()["drafted_tokens"] - drafted > engine.stats()["accepted_tokens"] - accepted > 0
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     wrong=st.floats(0, 1),
