@@ -1,7 +1,6 @@
 """The policy that a server serves: a run directory's as recorded, with its newest weights; or a model alone."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +20,7 @@ from axlearn_like.tokenizers.protocol import Tokenizer, completion_text
 from axlearn_like.training.program import check_length, most_positions
 from axlearn_like.training.trainer import Trainer
 from mesh import UserError, make_mesh, to_named_sharding
+from mesh.programs.interruptible import begun_in_threads
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.model_runner.adapter_bank import AdapterLimits
 from rl.rollout.sampling import Sampler
@@ -216,14 +216,10 @@ def make_engine(
     engine = experiment.make_engine(adapters=adapters, keep_completions=True)
     needed, rest = ([], []) if warmup == "none" else engine.executor.compilations()
     ahead, later = ([*needed, *rest], []) if warmup == "full" else (needed, rest)
-    threads = ThreadPoolExecutor(_COMPILING, "compile")
-    try:
-        compiling = [threads.submit(compile_one) for compile_one in ahead]
+    # Weights that are damaged are said to be at once, and Ctrl-C ends the process, whatever is being compiled.
+    with begun_in_threads(lambda compile_one: compile_one(), ahead, _COMPILING) as compiled:
         params = load_params(experiment, weights, make_mesh(engine.cfg.mesh), engine.runner.weights_like)
         engine.set_weights(params, 0 if weights is None else weights.version)
-        for one in compiling:
-            one.result()
+        compiled()
         engine.executor.run_idle()
-    finally:  # weights that are damaged are said to be at once, whatever is being compiled
-        threads.shutdown(wait=False, cancel_futures=True)
     return engine, later

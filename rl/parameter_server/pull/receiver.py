@@ -9,7 +9,6 @@ and the contents of each tensor on the devices, against the fingerprint that the
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 from axlearn_like.checkpoint.plain.plain_arrays import StackEntries
 from axlearn_like.layers.base import Params
 from axlearn_like.layers.parameter_names import path_name
+from mesh.programs.interruptible import map_in_threads
 from rl.parameter_server.codecs import get_codec
 from rl.parameter_server.directory import Directory
 from rl.parameter_server.errors import VersionGone, WeightsError
@@ -70,7 +70,7 @@ class Receiver:
         verify: bool = True,
         peer: Peer | None = None,
     ):
-        """Open a thread pool; connect to no server yet.
+        """Connect to no server yet.
 
         Args:
             codec: encoding of the data (see codecs).
@@ -81,7 +81,6 @@ class Receiver:
         self._codec, self._codec_text = get_codec(codec), codec
         self._host = host_identity() if shared_memory else None
         self._verify, self._peer = verify, peer
-        self._threads = ThreadPoolExecutor(_STREAMS * max(1, len(self._servers)), "pull")
         self._like = {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]}
         self._tree = jax.tree.structure(like)
         self._needed = {name: needed_index_ranges(leaf.sharding, leaf.shape) for name, leaf in self._like.items()}
@@ -261,8 +260,7 @@ class Receiver:
 
     def _read_all(self, work: Sequence[tuple[ShardReader, Sequence[HeldPart]]], fetch: Fetch) -> None:
         shares = [(server, share) for server, parts in work for share in _shares(parts, _STREAMS)]
-        for done in [self._threads.submit(fetch.read, server, share) for server, share in shares if share]:
-            done.result()
+        map_in_threads(lambda one: fetch.read(*one), [one for one in shares if one[1]], len(shares))
 
     def _place(self, index_ranges: dict[ShardId, np.ndarray]) -> Params:
         def put(name: str, leaf: Any) -> jax.Array | StackEntries:

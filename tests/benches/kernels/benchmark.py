@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tests.benches.keeping import keeping
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.sections import run_sections
 
@@ -30,9 +31,10 @@ def values(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     from tests.benches.kernels.workloads import WORKLOADS
 
     found: dict[str, Any] = {}
-    for name, workload in WORKLOADS.items():
-        say(f"values of {name}")
-        found[name] = errors(workload, workload.sizes[0] if quick else workload.sizes[1])
+    with keeping(found, lambda: {"errors_of": found}):
+        for name, workload in WORKLOADS.items():
+            say(f"values of {name}")
+            found[name] = errors(workload, workload.sizes[0] if quick else workload.sizes[1])
     return {"errors_of": found}
 
 
@@ -42,9 +44,10 @@ def sweeps(quick: bool, say: Callable[[str], None]) -> dict[str, Any]:
     from tests.benches.kernels.workloads import WORKLOADS
 
     found: dict[str, Any] = {}
-    for name, workload in WORKLOADS.items():
-        say(f"sweep of {name}")
-        found[name] = sweep(workload, workload.sizes[:1] if quick else workload.sizes, 1 if quick else 7)
+    with keeping(found, lambda: {"sweep": found}):
+        for name, workload in WORKLOADS.items():
+            say(f"sweep of {name}")
+            found[name] = sweep(workload, workload.sizes[:1] if quick else workload.sizes, 1 if quick else 7)
     rows = found["ldpc"]["stages"]
     faster = {size: row["numpy"]["cpu"] / row["xla"]["cpu"] for size, row in rows.items()}
     return {"sweep": found, "ldpc_xla_vs_numpy": faster}

@@ -15,6 +15,7 @@ import numpy as np
 
 from mesh import make_mesh
 from rl.parameter_server.codecs import EcsqCodec, HevcCodec, get_codec
+from tests.benches.keeping import keeping
 from tests.benches.tiers import drift
 from tests.benches.tiers.policies import Arrays, policies, tensors
 from tools.bench.harness.interleave import Say
@@ -27,9 +28,11 @@ MAIN = 0.01
 def measure(say: Say, *, quick: bool) -> dict[str, Any]:
     """Return the table, `hevc_to_rtn_bits` and `hevc_to_ecsq_bits` on keys of the demo, and what codecs change."""
     table: dict[str, Any] = {}
-    with jax.set_mesh(make_mesh()):
+    changes: dict[str, Any] = {}
+    with jax.set_mesh(make_mesh()), keeping(changes, lambda: {"bits": table, "changes": changes}):
         found = policies(say, quick=quick)
-        changes = {name: drift.measure(policy, say, name) for name, policy in found.items()}
+        for name, policy in found.items():
+            changes[name] = drift.measure(policy, say, name)
         for name, policy in found.items():
             for kind, arrays in tensors(policy, say).items():
                 table[f"{name}: {kind}"] = _table(arrays, say, f"{name}: {kind}")

@@ -25,6 +25,7 @@ from rl.parameter_server.transport.endpoint import Endpoint
 from rl.protocol.messages import Prompt
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.request import Request
+from tests.benches.keeping import keeping
 from tests.chaos.proxy import Proxy
 from tools.bench.harness.interleave import Say
 from tools.bench.harness.processes import in_process
@@ -78,18 +79,23 @@ def measure(say: Say, *, quick: bool) -> dict[str, Any]:
     found: dict[str, dict[str, float]] = {}
     with in_process(Source, quick=quick) as source:
         near, far = source.endpoint(False), source.endpoint(True)
-        _first_rollout(engine, _client(near, "raw"), like, held=False)  # compiles
-        for codec in CODECS:
-            row: dict[str, float] = {}
-            nbytes = 0
-            for name in ("first_s", "later_s"):
-                row[name], nbytes = _first_rollout(engine, _client(far, codec), like, held=codec == "delta")
-            found[codec] = row | {"nbytes": nbytes}
-            say(f"{codec}: {found[codec]}")
-    new = [codec for codec in CODECS if codec != "delta"]
-    best = min(new, key=lambda codec: found[codec]["later_s"])
-    speedup = {codec: round(found["raw"]["later_s"] / found[codec]["later_s"], 2) for codec in CODECS}
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(like))
+        first_rollout(engine, _client(near, "raw"), like, held=False)  # compiles
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(like))
+        with keeping(found, lambda: figures(found, parameters)):
+            for codec in CODECS:
+                row: dict[str, float] = {}
+                nbytes = 0
+                for name in ("first_s", "later_s"):
+                    row[name], nbytes = first_rollout(engine, _client(far, codec), like, held=codec == "delta")
+                found[codec] = row | {"nbytes": nbytes}
+                say(f"{codec}: {found[codec]}")
+    return figures(found, parameters)
+
+
+def figures(found: dict[str, dict[str, float]], parameters: int) -> dict[str, Any]:
+    """Return speedups over `raw`, by the rows of the codecs that were measured, which is among them."""
+    best = min((codec for codec in found if codec != "delta"), key=lambda codec: found[codec]["later_s"])
+    speedup = {codec: round(found["raw"]["later_s"] / row["later_s"], 2) for codec, row in found.items()}
     return {"first_rollout_speedup": speedup[best], "first_rollout_codec": best, "first_rollout_by_codec": speedup,
             "first_rollout": found, "first_rollout_parameters": parameters}  # fmt: skip
 
@@ -98,7 +104,7 @@ def _client(endpoint: Endpoint, codec: str) -> ParameterServerClient:
     return connect(ParameterServer.Config(shared_memory=False, codec=codec), [lambda: endpoint])
 
 
-def _first_rollout(
+def first_rollout(
     engine: RolloutEngine, client: ParameterServerClient, like: Params, *, held: bool
 ) -> tuple[float, int]:
     """Return seconds from the first read of version 1 to the end of a rollout, and the bytes that were read."""

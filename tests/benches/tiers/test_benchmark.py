@@ -1,5 +1,6 @@
 """`axl bench tiers`: real figures of tiny jobs."""
 
+import itertools
 import json
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.benches.tiers import episodes, plot
+from tests.benches.tiers import episodes, link, plot
 from tools.commands.bench import command
 
 pytestmark = pytest.mark.full
@@ -65,3 +66,17 @@ def test_the_bench_of_a_link_pulls_fewer_bytes_by_codecs():
     assert nbytes["raw"] == 2 * result["first_rollout_parameters"]
     assert nbytes["raw"] > 1.8 * nbytes["int8"] > 1.8 * nbytes["ecsq:0.01"] > 0
     assert nbytes["delta"] < nbytes["raw"] / 10
+
+
+def test_ctrl_c_in_a_pull_leaves_the_codecs_that_were_measured(monkeypatch: pytest.MonkeyPatch):
+    first, calls = link.first_rollout, itertools.count()
+
+    def until_the_fifth(*arguments: Any, **how: Any) -> tuple[float, int]:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return first(*arguments, **how)
+
+    monkeypatch.setattr(link, "first_rollout", until_the_fifth)
+    _, result = run("--sections", "link")
+    assert result["missing"] == ["link"] and result["first_rollout"]["raw"]["nbytes"] > 0
+    assert result["first_rollout_by_codec"] == {"raw": 1.0}

@@ -17,6 +17,8 @@ LONG = (
     "def work(n):\n    print('began', flush=True)\n    time.sleep(600)\n"
     "map_in_threads(work, range(50), 2)\n"
 )
+BESIDE = LONG.replace("map_in_threads(", "with begun_in_threads(").replace(", 2)\n", ", 2):\n    time.sleep(600)\n")
+BESIDE = BESIDE.replace("import map_in_threads", "import begun_in_threads")
 
 
 def test_results_are_in_the_order_of_the_items_and_so_many_run_at_once() -> None:
@@ -61,9 +63,10 @@ def seconds_to_end(command: Sequence[str], begun: Callable[["subprocess.Popen[st
         process.kill()
 
 
-def test_ctrl_c_waits_for_no_work() -> None:
+@pytest.mark.parametrize("program", [LONG, BESIDE])
+def test_ctrl_c_waits_for_no_work(program: str) -> None:
     begun = lambda process: process.stdout.readline()  # noqa: E731
-    seconds, status = seconds_to_end([sys.executable, "-c", LONG], begun)
+    seconds, status = seconds_to_end([sys.executable, "-c", program], begun)
     assert seconds < 30 and status in (1, 130, -signal.SIGINT)
 
 
