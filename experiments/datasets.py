@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.registry import Entry, read_entries
-from mesh.errors import UserError
+from mesh.errors import UserError, nearest
 from rl.tasks.family import TaskFamily
 from rl.tasks.mixture import TaskMixture
 from rl.tasks.rows.datasets import rows
@@ -72,6 +72,14 @@ def find_dataset(name: str) -> Dataset | None:
     return _imported.get(name)
 
 
+def with_name(file: str) -> str:
+    """Return NAME=FILE of a file without a name; where it does not exist, of the nearest one."""
+    path = Path(file)
+    if not path.exists() and path.parent.is_dir():
+        path = next((path.with_name(near) for near in nearest(path.name, os.listdir(path.parent), 1)), path)
+    return f"{path.name.partition('.')[0]}={path}"
+
+
 def named_tasks(parts: Sequence[str]) -> TaskMixture.Config:
     """Return the mixture of "NAME=FILE" and families of reasoning-gym, of whose rows all are held out."""
     families: list[ProblemSource.Config] = []
@@ -79,7 +87,7 @@ def named_tasks(parts: Sequence[str]) -> TaskMixture.Config:
         label, equals, file = part.partition("=")
         if not equals:
             if "." in part or os.sep in part:
-                raise UserError(f"--tasks {part}: expected NAME=FILE, such as {Path(part).name.split('.')[0]}={part}")
+                raise UserError(f"--tasks {part}: expected NAME=FILE, such as {with_name(part)}")
             if find_dataset(part) is not None:
                 raise UserError(f"--tasks {part}: expected the file of its rows, {part}=FILE")
             families.append(TaskFamily.Config(name=label))

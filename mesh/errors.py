@@ -7,6 +7,7 @@ command line can tell them from bugs (see ``tools/cli.py``).
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,6 +59,21 @@ def did_you_mean(name: str, options: Iterable[str], *, limit: int = 8) -> str:
     listed = ", ".join(known[:limit])
     more = f", ... ({len(known)} in all)" if len(known) > limit else ""
     return f"; known: {listed}{more}"
+
+
+def taken_from(path: str | os.PathLike[str]) -> str:
+    """Return the tail of an error message that says where a relative path is looked for; empty for an absolute one."""
+    return "" if os.path.isabs(path) else f"; a relative path is taken from the working directory, {os.getcwd()}"
+
+
+def once[K, V](option: str, pairs: Iterable[tuple[K, V]]) -> dict[K, V]:
+    """Return the pairs that a repeated option gives as a dict (UserError: a name comes twice, so one would be lost)."""
+    found: dict[K, V] = {}
+    for name, value in pairs:
+        if name in found:
+            raise UserError(f"{option} {name}: expected once, got {found[name]} and {value}")
+        found[name] = value
+    return found
 
 
 def nearest(name: str, options: Iterable[str], n: int = 2) -> list[str]:

@@ -78,7 +78,7 @@ def _status(arguments: list[str]) -> int:
         result = cli.main(args=arguments, prog_name="axl", standalone_mode=False)
         return result if isinstance(result, int) and not isinstance(result, bool) else 0
     except UserError as error:
-        return _refuse(str(error))
+        return _refuse(_with_place(error))
     except click.UsageError as error:
         # Click's message may not show the command; its usage line does.
         where = f"\nTry '{error.ctx.command_path} --help'." if error.ctx else ""
@@ -100,6 +100,12 @@ def _status(arguments: list[str]) -> int:
         # The reader closed the pipe (`axl config show demo | head`); flushing at exit must not raise.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _with_place(error: UserError) -> str:
+    """Return the message, with the path of the config that was being built where it does not say so itself."""
+    path, said = error.__dict__.get("config_path", ""), str(error)
+    return said if "." not in path or path in said else f"{path}: {said}"
 
 
 def _right_form(error: click.UsageError) -> str:

@@ -18,7 +18,7 @@ from axlearn_like.input.source import InputError
 from axlearn_like.input.token_cache import Examples, TokenCache, TokenFile
 from axlearn_like.run.object_store import fetched_pattern
 from axlearn_like.tokenizers.protocol import Tokenizer
-from mesh.errors import did_you_mean, nearest
+from mesh.errors import did_you_mean, nearest, taken_from
 
 Record = tuple[Mapping[str, Any], str, float]  # fields, location, fraction of the file read so far
 
@@ -161,7 +161,7 @@ def find_files(files: str | tuple[str, ...], origin: str = "") -> list[Path]:
             inside = " or ".join(str(Path(pattern, f"*{suffix}")) for suffix in sorted(endings)[:3])
             raise InputError(f"{pattern} is a folder, expected files{inside and f', such as {inside}'}{hint}")
         if not names:
-            raise InputError(f"no file matches {pattern}{_nearest(Path(pattern))}{hint}")
+            raise InputError(f"no file matches {pattern}{_nearest(Path(pattern)) or taken_from(pattern)}{hint}")
         found += [Path(name) for name in names]
     if not found:
         raise InputError("a source of files needs at least one path or glob")

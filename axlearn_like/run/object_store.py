@@ -100,6 +100,14 @@ def fetched_pattern(pattern: str, what: str) -> str:
     return str(folder / rest) if rest else str(folder)
 
 
+def check_new(url: str, what: str) -> Bucket:
+    """Return the bucket of a URL (UserError: it holds files already, or cannot be reached)."""
+    bucket = Bucket(url, what)
+    if bucket.files():
+        raise UserError(f"{what}: {url} holds files already; expected a folder that is not there yet")
+    return bucket
+
+
 @contextlib.contextmanager
 def outgoing(path: Path, what: str) -> Iterator[Path]:
     """Yield the path; of a URL a new folder of this machine, whose files are copied there when the block ends well.
@@ -110,9 +118,7 @@ def outgoing(path: Path, what: str) -> Iterator[Path]:
     if (url := bucket_url(path)) is None:
         yield path
         return
-    bucket = Bucket(url, what)
-    if bucket.files():
-        raise UserError(f"{what}: {url} holds files already; expected a folder that is not there yet")
+    bucket = check_new(url, what)
     with tempfile.TemporaryDirectory(dir=cache_directory("outgoing")) as made:
         folder = Path(made) / path.name
         yield folder

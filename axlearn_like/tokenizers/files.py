@@ -15,7 +15,7 @@ import xxhash
 
 from axlearn_like.run.object_store import fetched
 from axlearn_like.tokenizers.protocol import TokenizerError
-from mesh.errors import did_you_mean
+from mesh.errors import did_you_mean, nearest, taken_from
 from mesh.files.bounded import LARGE, BoundsError, check_links, parse_json, read_bounded
 from mesh.files.bucket import bucket_url
 
@@ -129,8 +129,9 @@ def located(path: str) -> Path:
 def _find(place: Path, folder: Path) -> tuple[Path, Json, dict[str, bytes]]:
     """Return the file to name in errors, the tokenizer's specification, and the bytes that it was read from."""
     if not place.exists():
-        near = did_you_mean(place.name, (each.name for each in folder.iterdir())) if folder.is_dir() else ""
-        raise TokenizerError(f"{place} does not exist: expected a directory or a tokenizer.json here{near}")
+        near = did_you_mean(place.name, nearest(place.name, [each.name for each in place.parent.glob("*")]))
+        hint = near or taken_from(place)
+        raise TokenizerError(f"{place} does not exist: expected a directory or a tokenizer.json here{hint}")
     if place.is_dir() and (found := _existing(folder, "tokenizer.json")) is not None:
         data = _read(found)
         return found.with_name("tokenizer.json"), _object(data, found), {"tokenizer.json": data}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mesh.errors import UserError, did_you_mean
+from mesh.errors import UserError, did_you_mean, once
 from mesh.files.bucket import BucketError, bucket_url
 
 
@@ -60,15 +60,25 @@ class StartOptions:
             raise UserError(f"--{name} {getattr(self, name)}: {error}") from None
         return files
 
-    def check_export(self, run: Path) -> None:
-        """Refuse an `export` that could not be written when `run` has ended (UserError)."""
-        if self.export is None or bucket_url(self.export) is not None:
+    def check_export(self, run: Path, cfg: Any = None) -> None:
+        """Refuse an `export` that could not be written when `run` has ended (UserError).
+
+        With the run's config also one that is filled, unless the run has ended: its export may be the same.
+        """
+        if self.export is None:
+            return
+        from axlearn_like.run.object_store import check_new
+
+        if (url := bucket_url(self.export)) is not None:
+            check_new(url, "--export")
             return
         from models.huggingface.checkpoints.work_directory import check_free
         from models.huggingface.config_json import FILE
 
         target = Path(self.export).expanduser().absolute()
-        if check_free(target, f"--export {self.export}", content=FILE) and not run.exists():
+        if check_free(target, f"--export {self.export}", content=FILE) and not (
+            run.exists() and _may_have_ended(run, cfg)
+        ):
             raise UserError(f"--export {self.export}: has a model already; expected a directory that is not there yet")
 
     @property
@@ -77,7 +87,7 @@ class StartOptions:
         pairs = [one.partition("=") for one in (self.columns or "").split(",") if one.strip()]
         if wrong := [part + equals for part, equals, column in pairs if not (part.strip() and column.strip())]:
             raise UserError(f"--columns {self.columns}: expected PART=COLUMN,... such as prompt=body, got {wrong[0]!r}")
-        return {part.strip(): column.strip() for part, _, column in pairs}
+        return once("--columns", ((part.strip(), column.strip()) for part, _, column in pairs))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -90,6 +100,17 @@ class StartOptions:
         """Options of `--model` that are given, as on the command line."""
         own = [one.name for one in dataclasses.fields(self) if one.metadata and one.name not in ("model", "export")]
         return ["--" + name.replace("_", "-") for name in own if getattr(self, name) is not None]
+
+
+def _may_have_ended(run: Path, cfg: Any) -> bool:
+    """Return False if a run directory has no checkpoint of the config's last update, and none may come before it."""
+    if cfg is None or getattr(cfg, "trainer", cfg).early_stopping is not None:
+        return True
+    from axlearn_like.checkpoint.versions import list_steps
+    from axlearn_like.run.directory import RunDirectory
+
+    folder = RunDirectory.attach(run).checkpoints
+    return max([*list_steps(folder), *list_steps(folder / "rl")], default=0) >= cfg.num_steps
 
 
 def read_recipe(path: str | Path, known: Mapping[str, type]) -> dict[str, Any]:

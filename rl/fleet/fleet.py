@@ -11,7 +11,7 @@ from axlearn_like.layers.wrappers.base import plain_config
 from axlearn_like.training.alignment.reference import FrozenCopy
 from mesh import UserError
 from mesh.distributed import is_loopback
-from mesh.errors import did_you_mean
+from mesh.errors import did_you_mean, once
 from rl.fleet.devices import HERE, RoleDevices, parse_count, parse_devices
 from rl.protocol.experiment import ExperimentFields
 from rl.rollout.config import engine_mesh
@@ -87,7 +87,7 @@ class Fleet(Configurable):
             for part in text.split(","):
                 role, equals, devices = (word.strip() for word in part.partition("="))
                 if equals and role in ("trainer", "workers", "reference"):
-                    changes[role] = devices
+                    changes = once("--fleet", (*changes.items(), (role, devices)))
                 elif not (equals and role == "verifiers" and devices == _VERIFIERS):
                     raise UserError(f"--fleet {part!r}: {_refusal(role)}")
             return self.clone(**changes)

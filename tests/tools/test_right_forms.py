@@ -63,6 +63,11 @@ FILTER = "data filter {} --field prompt --out out.jsonl"
         ("serve runs/tuend", "no directory runs/tuend; did you mean 'runs/tuned'?"),
         ("replay runs/tuend --update 2", "'runs/tuend' does not exist; did you mean 'tuned'?"),
         ("bisect runs/tuned runs/tunde", "'runs/tunde' does not exist; did you mean 'tuned'?"),
+        ("publish runs/tuend", "'runs/tuend' does not exist; did you mean 'tuned'?"),
+        ("worker runs/tuend", "'runs/tuend' does not exist; did you mean 'tuned'?"),
+        ("verify run notse.md", "'notse.md' does not exist; did you mean 'notes.md'?"),
+        ("runs rnus", "rnus: no such directory; expected one that holds run directories; did you mean 'runs'?"),
+        ("runs mine.py", "mine.py: is a file; expected one that holds run directories"),
         ("publish runs/tuned --out runs", "File 'runs' is a directory"),
         ("report runs/tuned --output runs", "File 'runs' is a directory"),
         ("compare runs/tuned runs/tuned --out runs", "File 'runs' is a directory"),
@@ -105,7 +110,8 @@ def test_an_evaluation_is_compared_with_one_that_there_is_before_it_draws(
 
 def test_a_missing_file_names_files_of_its_kind_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(FILTER.format("xyzzy12345.parquet").split()) == 2
-    assert capsys.readouterr().err == "axl: error: no file matches xyzzy12345.parquet\n"
+    taken = f"a relative path is taken from the working directory, {here}"
+    assert capsys.readouterr().err == f"axl: error: no file matches xyzzy12345.parquet; {taken}\n"
     assert main("models list --run-dir x".split()) == 2
     assert "A run is named so" not in capsys.readouterr().err  # no run is named there
 
@@ -146,3 +152,41 @@ def test_a_number_beyond_its_bounds_is_refused_by_the_option(
 ) -> None:
     assert main(typed.split()) == 2
     assert right in capsys.readouterr().err
+
+
+RELATIVE = """
+from axlearn_like.input import JsonLines, SupervisedInput
+from axlearn_like.tokenizers.bytes import ByteTokenizer
+from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
+from experiments.demo.config import demo_sft
+
+
+def in_files():
+    rows = JsonLines.Config(files="train.jsonl", tokenizer=ByteTokenizer.Config())
+    return demo_sft().set(input=SupervisedInput.Config(source=rows, seq_len=64, batch_size=8))
+
+
+def in_tokenizer():
+    cfg = in_files()
+    cfg.input.source.tokenizer = HuggingFaceTokenizer.Config(path="tokenizer")
+    return cfg
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        ("in_files", "in_files.input.source: no file matches train.jsonl; "),
+        ("in_tokenizer", "in_tokenizer.input.source.tokenizer: tokenizer does not exist: expected a directory"),
+    ],
+)
+def test_a_relative_path_of_a_config_is_named_with_its_field_and_folder(
+    function: str, wanted: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / f"{function}.py").write_text(RELATIVE)
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert main(["train", f"{here}/{function}.py:{function}"]) == 2
+    said = capsys.readouterr().err
+    assert wanted in said
+    assert f"; a relative path is taken from the working directory, {here}/elsewhere" in said

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from experiments.registry import check_name
-from mesh.errors import UserError
+from mesh.errors import UserError, once
 from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
 
@@ -81,7 +81,7 @@ def command(
     from tools.aot.run import compile_experiment, load_for
 
     cfg = load_for(target.experiment, target.sets, topology, target.applied)
-    chosen = {name: value for name, _, value in (option.partition("=") for option in options)}
+    chosen = once("--option", ((name, value) for name, _, value in (option.partition("=") for option in options)))
     if search.sweep:
         return _sweep(cfg, topology, target, search, chosen, as_json=as_json)
     outcome = compile_experiment(cfg, step, topology, chosen)

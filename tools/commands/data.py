@@ -111,7 +111,7 @@ def filter_rows(
     """Keep the rows of FILES that meet all conditions."""
     from rl.tasks.curation.checks import Filter
 
-    bounds = {name: _bounds(name, text) for name, text in _pairs("--between", between).items()}
+    bounds = [(name, _bounds(name, text)) for name, text in _pairs("--between", between)]
     check = Filter(
         field=rows.field,
         shortest=shortest,
@@ -164,7 +164,7 @@ def decontaminate(
     from rl.tasks.curation.checks import Contamination
     from rl.tasks.curation.passes import read_all
 
-    evaluations = {name: read_all([file]) for name, file in _pairs("--against", against).items()}
+    evaluations = [(name, read_all([file])) for name, file in _pairs("--against", against, "FILE")]
     check = Contamination(evaluations, fields=questions, field=rows.field, n=words, share=share)
     _curate(rows, check)
 
@@ -250,13 +250,16 @@ def _curate(rows: Rows, check: Check) -> None:
         click.echo(printable(f"  {count} {reason}, such as {first['where']} ({first['detail']})"))
 
 
-def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
+def _pairs(option: str, given: tuple[str, ...], kind: str = "VALUE") -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
-            raise UserError(f"{option} {text!r}: expected NAME=VALUE")
-        pairs[name] = value
+            from experiments.datasets import with_name
+
+            such = f", such as {with_name(text)}" if kind == "FILE" and not equals else ""
+            raise UserError(f"{option} {text!r}: expected NAME={kind}{such}")
+        pairs.append((name, value))
     return pairs
 
 

@@ -38,10 +38,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "doctor": ("--quick", "--only clock,open_files --json"),
     "models list": ("", "Qwen3 gemma"),
     "models show": ("Qwen3-8B", "Llama-3.1-8B --topology v5e:2x4 --length 8192"),
-    "data train-tokenizer": (
-        "books.txt --vocab-size 2048 --out o",
-        "a.jsonl --field text --vocab-size 512 --out o",
-    ),
+    "data train-tokenizer": ("books.txt --vocab-size 2048 --out o", "a.jsonl --field text --vocab-size 512 --out o"),
     "data filter": ("rows.csv --longest 2000 --out short.jsonl", "a.jsonl --between pass_rate=0.1..0.9 --out b.jsonl"),
     "data dedup": ("rows.jsonl --out once.jsonl", "a.parquet b.parquet --field question --out once.jsonl"),
     "data decontaminate": (
@@ -66,10 +63,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "report": ("runs/demo", "runs/demo --check"),
     "runs": ("", "runs/sweep"),
     "watch": ("", "runs/demo --once"),
-    "replay": (
-        "runs/demo --update 40",
-        "runs/demo --update 40 --set objective.surrogate.high=0.28 --reward 17:3=1.0",
-    ),
+    "replay": ("runs/demo --update 40", "runs/demo --update 40 --set objective.surrogate.high=0.28 --reward 17:3=1.0"),
     "bisect": ("runs/seed0 runs/seed1", "runs/seed0 runs/seed1 --json"),
     "compare": ("runs/one runs/other", "runs/one runs/other --metric rl/reward --out both.html"),
 }

@@ -183,13 +183,14 @@ def _run(run: RunOptions, start: StartOptions, how: RLOptions, over: tuple[str, 
         Console(stderr=how.as_json).print(plan_sheet(cfg).terminal(100))
     if how.plan_only:
         return print_plan(run.experiment or "start", placed, as_json=how.as_json)
+    directory = default_run_dir(f"{run.experiment or ''}{'-sweep' if over else ''}", run.run_dir)
+    start.check_export(directory, cfg)
     from mesh.programs.compilation import enable_compilation_cache
     from rl.runtime.run import RLRun
 
     one_device_per_core()
     enable_compilation_cache()
     job = RLRun(cfg.build())
-    directory = default_run_dir(f"{run.experiment or ''}{'-sweep' if over else ''}", run.run_dir)
     job.check(runtime, directory)
     shown = run.experiment == "demo" and runtime == "ray" and not cfg.policies
     kill = DEMO_KILL if how.kill_worker_after is None and shown else how.kill_worker_after

@@ -12,13 +12,7 @@ from experiments.start.options import StartOptions
 from mesh.errors import UserError
 from mesh.files.bucket import bucket_url
 from tools.commands import options_as
-from tools.experiment import (
-    check_command,
-    choose,
-    default_run_dir,
-    experiment_options,
-    warn_of_idle_accelerator,
-)
+from tools.experiment import check_command, choose, default_run_dir, experiment_options, warn_of_idle_accelerator
 from tools.experiment.start import RunOptions, begin, export, is_start, show, start_options
 
 
@@ -64,6 +58,7 @@ def command(
     # The processes must have connected before the devices are queried; the mesh decides which ones a process exposes.
     steps = cfg.num_steps
     where = default_run_dir(run.experiment or "", run.run_dir)
+    start.check_export(where, cfg)
     if members is not None and not is_member():
         cfg.check()
         if (warning := cfg.elastic.check_members(cfg, members)) is not None:

@@ -17,7 +17,7 @@ def command() -> None:
 
 @command.command("run")
 @text_options
-@click.argument("file", type=LocalPath(path_type=Path))
+@click.argument("file", type=LocalPath(path_type=Path, exists=True, dir_okay=False))
 @click.option("--updates", type=click.IntRange(1), help="Make this many updates again.  [default: all]")
 @click.option(
     "--checkpoint", metavar="RUN@STEP", help="Train nothing: draw rollouts of this checkpoint's version again."

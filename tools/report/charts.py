@@ -54,12 +54,7 @@ def marks(run: Run) -> list[Mark]:
     if not found:
         steps = [(kill, number(kill.get("step"))) for kill in run.kills]
         found = [
-            Mark(
-                step,
-                "kill",
-                f"{kill.get('target')} killed at step {step:.0f}",
-                f"{kill.get('target')} killed",
-            )
+            Mark(step, "kill", f"{kill.get('target')} killed at step {step:.0f}", f"{kill.get('target')} killed")
             for kill, step in steps
             if step is not None
         ]

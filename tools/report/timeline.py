@@ -251,15 +251,8 @@ def overview(run: Run) -> str:
             mine = [span.end - span.start for span in spans if span.kind == kind]
             tip = f"{role}, {KINDS[kind][0]}: {duration(sum(mine))} in {len(mine)} spans"
             place = f"translate({view.left} 0) scale({step:.5f} 1)"
-            view.parts.append(
-                svg.element(
-                    "path",
-                    svg.title(tip),
-                    d=path or "M0 0",
-                    transform=place,
-                    class_=f"fill {KINDS[kind][1]}",
-                )
-            )
+            style = f"fill {KINDS[kind][1]}"
+            view.parts.append(svg.element("path", svg.title(tip), d=path or "M0 0", transform=place, class_=style))
     for name, begin, finish in phases(run):
         left, right = view.x(begin), view.x(finish)
         path = f"M{left + 1:.1f} {view.top - 8}H{max(right - 2, left + 1):.1f}"

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from axlearn_like.run.mirror import fetch_logs
 from axlearn_like.run.object_store import local_path
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean, nearest
 from mesh.files.bucket import Bucket, bucket_url
 from tools.report.cards import Sheet
 from tools.report.load import PARTS, Run, is_run, number, parse_rows, policy_folders, read_part, read_report
@@ -32,7 +32,9 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
         return sorted(Path(url, one) for one in outer | inner)
     root = local_path(folder, "DIR")
     if not root.is_dir():
-        raise UserError(f"{root}: no such directory; expected one that holds run directories")
+        near = nearest(root.name, [each.name for each in root.parent.glob("*/")])
+        found = "is a file" if root.exists() else "no such directory"
+        raise UserError(f"{root}: {found}; expected one that holds run directories{did_you_mean(root.name, near)}")
     return sorted(_runs(root, _DEPTH))
 
 

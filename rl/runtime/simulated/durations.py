@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from axlearn_like.run.metrics import read_rows
 from mesh import UserError, did_you_mean
+from mesh.errors import once
 
 _SETTLED = 10.0  # seconds from a kill on in which updates do not count as undisturbed
 _FREE = {"cores", "weights_bytes", "core_network"}  # fields that may be None
@@ -84,16 +85,18 @@ class Durations:
 
     def changed(self, edits: Sequence[str]) -> Self:
         """Return a copy with edits `name=number`, as of --duration."""
-        known, table = [field.name for field in dataclasses.fields(self)], dict[str, float]()
-        for edit in edits:
+        known = [field.name for field in dataclasses.fields(self)]
+
+        def read(edit: str) -> tuple[str, float]:
             name, equals, number = edit.partition("=")
             if name not in known:
                 raise UserError(f"--duration {edit!r}: there is no duration {name!r}{did_you_mean(name, known)}")
             try:
-                table[name] = float(number)
+                return name, float(number)
             except ValueError:
                 raise UserError(f"--duration {edit!r}: expected {name}=NUMBER{'' if equals else ', with ='}") from None
-        return dataclasses.replace(self, **table)
+
+        return dataclasses.replace(self, **once("--duration", map(read, edits)))
 
 
 def read_durations(path: Path) -> Durations:

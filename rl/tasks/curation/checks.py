@@ -28,9 +28,9 @@ class Filter:
         shortest: int = 1,
         longest: int | None = None,
         required: Sequence[str] = (),
-        match: Mapping[str, str] | None = None,
-        drop: Mapping[str, str] | None = None,
-        between: Mapping[str, tuple[float, float]] | None = None,
+        match: Iterable[tuple[str, str]] = (),
+        drop: Iterable[tuple[str, str]] = (),
+        between: Sequence[tuple[str, tuple[float, float]]] = (),
     ):
         """Store the conditions.
 
@@ -39,14 +39,14 @@ class Filter:
             shortest: characters.
             longest: characters; None: any number.
             required: fields that are there, and neither null nor empty.
-            match: field -> regular expression that must be found in it.
-            drop: field -> regular expression that must not.
-            between: field -> bounds of a number, both included.
+            match: fields, each with a regular expression that must be found in it.
+            drop: fields, each with a regular expression that must not.
+            between: fields, each with the bounds of a number, both included.
         """
         self._field, self._shortest, self._longest = field, shortest, longest
-        self._required, self._between = required, between or {}
-        self._match = {name: _pattern(text) for name, text in (match or {}).items()}
-        self._drop = {name: _pattern(text) for name, text in (drop or {}).items()}
+        self._required, self._between = required, between
+        self._match = [(name, _pattern(text)) for name, text in match]
+        self._drop = [(name, _pattern(text)) for name, text in drop]
 
     def __call__(self, row: Row, where: str) -> Removal | None:
         """Return why the row goes; None: it stays."""
@@ -58,13 +58,13 @@ class Filter:
             return "too short", f"{length} characters"
         if self._longest is not None and length > self._longest:
             return "too long", f"{length} characters"
-        for name, pattern in self._match.items():
+        for name, pattern in self._match:
             if not pattern.search(_written(row, name)):
                 return "no match", f"{name} has no {pattern.pattern!r}"
-        for name, pattern in self._drop.items():
+        for name, pattern in self._drop:
             if found := pattern.search(_written(row, name)):
                 return "matched", f"{name} has {found.group()!r:.60}"
-        for name, (low, high) in self._between.items():
+        for name, (low, high) in self._between:
             value = find_field(row, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
                 return "no number", f"{name} is {value!r:.60}"
@@ -128,13 +128,13 @@ class Contamination:
     """Rows that hold a question of an evaluation: `share` of its runs of n words, or all words if they are fewer."""
 
     def __init__(
-        self, evaluations: Mapping[str, Iterable[tuple[Row, str]]], *, fields: Sequence[str], field: str, n: int = 8,
-        share: float = 0.5,
+        self, evaluations: Iterable[tuple[str, Iterable[tuple[Row, str]]]], *, fields: Sequence[str], field: str,
+        n: int = 8, share: float = 0.5,
     ):  # fmt: skip
         """Read the evaluations.
 
         Args:
-            evaluations: name -> rows with locations.
+            evaluations: names, each with rows and their locations.
             fields: fields of an evaluation's rows, the first that is there is its question.
             field: field of the rows that are checked.
             n: words of a run.
@@ -144,7 +144,7 @@ class Contamination:
         self._questions: list[tuple[str, int]] = []  # location, number of runs
         self._runs: dict[int, list[int]] = defaultdict(list)
         self._whole: dict[str, str] = {}
-        for name, rows in evaluations.items():
+        for name, rows in evaluations:
             for row, where in rows:
                 question = next((text for key in fields if isinstance(text := find_field(row, key), str)), None)
                 if question is None:

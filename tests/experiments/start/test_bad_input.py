@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mesh.files.bucket import Bucket
 from tests.experiments.start.conftest import write_lines
 from tools.cli import main
 
@@ -24,6 +25,15 @@ def rows(*found: Mapping[str, object]) -> Callable[[], None]:
 
 def failing() -> None:
     Path("reward.py").write_text("def score(answer, reference):\n    return 1 / (len(reference) - 1)\n")
+
+
+def begun(run: str, *phase: str) -> Callable[[], None]:
+    """Make a run that has its first checkpoint."""
+    return lambda: Path("runs", run, "checkpoints", *phase, "1").mkdir(parents=True)
+
+
+def in_bucket() -> None:
+    Bucket("memory://full/model", "test").write("config.json", b"{}")
 
 
 def chats() -> None:
@@ -56,6 +66,11 @@ LONG = [{"prompt": "word " * 300, "answer": "1"}] * 12
         (f"{RL} --export rows.jsonl", None, "rows.jsonl: expected a directory, got a file"),
         (f"{TRAIN} --export small", None, "--export small: has a model already; expected a directory that is not"),
         (f"{TRAIN} --export .", None, "--export . expects a directory that does not exist yet, or is empty"),
+        (f"{TRAIN} --steps 2 --export small", begun("small-rows-sft"), "--export small: has a model already"),
+        (f"{RL} --steps 2 --export small", begun("small-rows", "rl"), "--export small: has a model already"),
+        (f"{RL} --export memory://full/model", in_bucket, "--export: memory://full/model holds files already"),
+        ("rl demo --export memory://full/model", in_bucket, "--export: memory://full/model holds files already"),
+        (f"{TRAIN} --columns prompt=a,prompt=b", None, "--columns prompt: expected once, got a and b"),
         ("rl demo --export rows.jsonl", None, "rows.jsonl: expected a directory, got a file"),
         ("rl demo --reward rewrad.py:score", failing, "rewrad.py; did you mean 'reward.py'?"),
         (f"{RL} --heldout held.jsonl", None, "--heldout held.jsonl: no file matches"),

@@ -11,7 +11,7 @@ from tools.experiment import AnyPath, LocalPath, text_options
 
 @click.command("publish")
 @text_options
-@click.argument("run", metavar="RUN", type=AnyPath(path_type=Path))
+@click.argument("run", metavar="RUN", type=AnyPath(path_type=Path, exists=True, file_okay=False))
 @click.option("--out", type=LocalPath(path_type=Path, dir_okay=False), help="Write this file.  [default: RUN.axlrun]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object as the last line.")
 def command(run: Path, out: Path | None, as_json: bool) -> None:

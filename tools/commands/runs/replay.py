@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.errors import UserError, printable
+from mesh.errors import UserError, once, printable
 from tools.experiment import LocalPath, apply_edits, text_options
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def command(
     PROMPT is the number of a problem; a wrong one is answered with those of the update.
     """
     left = frozenset(_sample("--drop", one) for one in dropped)
-    given = dict(map(_reward, rewards))
+    given = once("--reward", map(_reward, rewards))
     if both := left & given.keys():
         raise UserError("--drop and --reward are both of sample {}:{}; expected one of them".format(*min(both)))
     from mesh.imports import many_imports

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mesh.errors import UserError
+from mesh.errors import UserError, once
 from tools.commands import options_as
 from tools.experiment import LocalPath, edit_options
 
@@ -121,7 +121,7 @@ def command(
         raise UserError(_NO_PRICES)
     load = lambda fleet: load_placed(experiment, sets, None, applied, fleet)  # noqa: E731
     placed, refused = _fleets(load, how, None if by_workers else shown.search)
-    rates = dict(map(read_rate, how.rates))
+    rates = once("--rate", map(read_rate, how.rates))
     plans = _plans(placed, how, prices, rates)
     if how.durations is None:
         edits = f" but {', '.join(how.edits)}" if how.edits else ""

@@ -30,7 +30,7 @@ def _write_plugin(ctx: click.Context, _: click.Parameter, folder: Path | None) -
     expose_value=False,
     help="Write the plugin of vLLM servers into this folder, print how to start one, and exit.",
 )
-@click.argument("run_dir", metavar="RUN", type=LocalPath(path_type=Path))
+@click.argument("run_dir", metavar="RUN", type=LocalPath(path_type=Path, exists=True, file_okay=False))
 @click.option("--name", help="Name in events and reports.  [default: elastic-HOST-PID]")
 @click.option("--vllm", metavar="URL", help="Keep the vLLM server there at the run's newest weights; draw nothing.")
 @click.option(

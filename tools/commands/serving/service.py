@@ -97,12 +97,7 @@ class Room:
     help="A tenant and its key, which begins with tml-; better set by variable or --keys. May be repeated. Without "
     "keys, one is made for this machine.",
 )
-@click.option(
-    "--keys",
-    "keys_file",
-    type=LocalPath(path_type=Path, dir_okay=False),
-    help="A file of NAME=KEY lines.",
-)
+@click.option("--keys", "keys_file", type=LocalPath(path_type=Path, dir_okay=False), help="A file of NAME=KEY lines.")
 @click.option("--slots", type=click.IntRange(1), default=32, show_default=True, help="Adapters at a time.")
 @click.option("--rank", type=click.IntRange(1), default=32, show_default=True, help="Largest rank of an adapter.")
 @click.option(

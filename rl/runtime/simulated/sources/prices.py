@@ -5,23 +5,26 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mesh import UserError, did_you_mean
+from mesh.errors import once
 from rl.fleet.devices import RoleDevices
 from rl.fleet.fleet import Fleet
 from rl.runtime.simulated.durations import Durations
 
 
 def read_prices(edits: Sequence[str]) -> dict[str, float]:
-    """Return dollars an hour by kind of chip, of edits such as `v5p=4.2` (UserError: of another form)."""
-    found = dict[str, float]()
-    for edit in edits:
-        kind, _, number = edit.partition("=")
-        try:
-            found[kind] = float(number)
-        except ValueError:
-            found[kind] = math.nan
-        if not kind or not math.isfinite(found[kind]) or found[kind] < 0:
-            raise UserError(f"--price {edit!r}: expected CHIP=DOLLARS an hour, such as v5p=4.2")
-    return found
+    """Return dollars an hour by kind of chip, of edits such as `v5p=4.2` (UserError: another form, a kind twice)."""
+    return once("--price", map(_read_price, edits))
+
+
+def _read_price(edit: str) -> tuple[str, float]:
+    kind, _, number = edit.partition("=")
+    try:
+        price = float(number)
+    except ValueError:
+        price = math.nan
+    if not kind or not math.isfinite(price) or price < 0:
+        raise UserError(f"--price {edit!r}: expected CHIP=DOLLARS an hour, such as v5p=4.2")
+    return kind, price
 
 
 def priced(durations: Durations, fleet: Fleet, prices: Mapping[str, float]) -> Durations:

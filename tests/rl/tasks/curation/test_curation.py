@@ -60,6 +60,17 @@ def test_filter_names_the_first_condition_that_a_row_fails(tmp_path: Path, capsy
     assert out.read_bytes() == before and not list(tmp_path.glob("*.tmp"))
 
 
+def test_conditions_on_one_field_all_hold(tmp_path: Path):
+    rows = [{"prompt": text, "rate": rate} for text, rate in (("a b", 0.5), ("a", 0.5), ("b", 0.5), ("a b c", 0.9))]
+    file, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert run("filter", file, "--match", "prompt=a", "--match", "prompt=b", "--out", out) == 0
+    assert read(out) == [rows[0], rows[3]]
+    assert run("filter", file, "--drop", "prompt=c", "--drop", "prompt=^b", "--out", out) == 0
+    assert read(out) == rows[:2]
+    assert run("filter", file, "--between", "rate=0.6..1", "--between", "rate=0..1", "--out", out) == 0
+    assert read(out) == rows[3:]
+
+
 def test_duplicates_are_found_beyond_case_and_punctuation_and_near_ones_by_their_words(tmp_path: Path):
     texts = [
         LONG.format(8),
@@ -112,6 +123,20 @@ def test_rows_that_hold_an_evaluations_question_are_removed(tmp_path: Path):
     assert details[0] == f"100 % of mine: {test}, line 1" and details[1] == f"the whole of mine: {test}, line 2"
     assert run("decontaminate", file, "--against", f"mine={test}", "--out", out, "--share", 0.9) == 0
     assert [row["prompt"] for row in read(out)] == rows[2:]
+
+
+def test_questions_of_several_files_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    first, second = (write(tmp_path / f"{name}.jsonl", [{"question": name}]) for name in ("one", "two"))
+    file, out = (
+        write(tmp_path / "in.jsonl", [{"prompt": text} for text in ("one", "two", "three")]),
+        tmp_path / "o.jsonl",
+    )
+    assert run("decontaminate", file, "--against", f"t={first}", "--against", f"t={second}", "--out", out) == 0
+    assert [row["prompt"] for row in read(out)] == ["three"]
+    assert run("decontaminate", file, "--against", first, "--out", out) == 2
+    assert f"--against {first!r}: expected NAME=FILE, such as one={first}" in capsys.readouterr().err
+    assert run("decontaminate", file, "--against", tmp_path / "onne.jsonl", "--out", out) == 2
+    assert f"expected NAME=FILE, such as one={first}" in capsys.readouterr().err
 
 
 def test_splits_by_text_and_by_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
