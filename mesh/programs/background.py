@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
 
-_threads: list[threading.Thread] = []  # those that were begun, of which some may be over
+_threads: list[threading.Thread] = []  # threads that were begun; some may be over
 
 
 def begin_thread(work: Callable[[], None], name: str) -> threading.Thread:
