@@ -116,11 +116,7 @@ def unpack(data: bytes) -> list[Entry]:
 
 
 def read_ledger(folder: Path) -> dict[int, LedgerRow]:
-    """Return the rows of a run's ledger by update, from 1 without a gap.
-
-    Raises:
-        UserError: an update is missing, or was made twice of other rollouts, as after a change of the machine.
-    """
+    """Return a run's ledger by update, from 1 (UserError: one is missing, or was made twice of other rollouts)."""
     found: dict[int, LedgerRow] = {}
     for row in read_rows(ledger_path(folder)):
         step, made = _row(row, folder)

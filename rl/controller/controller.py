@@ -235,11 +235,7 @@ class Controller(Configurable):
             self._notify()
 
     def next_batch(self, step: int, timeout: float = 0.0) -> list[Group] | None:
-        """Return all groups of a step in the order of the plan; None if some are missing after `timeout` seconds.
-
-        Raises:
-            UserError: the trainer has waited for this batch for `timeouts.batch` seconds; names what is missing.
-        """
+        """Return a step's groups in the plan's order; None: not in time (UserError: `timeouts.batch` is over, too)."""
         end = self._clock() + timeout
         with self._changed:
             while (held := self._submissions.held_up(step, self._clock())) is not None:
@@ -377,11 +373,7 @@ class Controller(Configurable):
         self._plan.look_ahead(self._ledger.consumed_steps, self._leasing.steps.stop, evaluates)
 
     def _wait(self, who: str, name: Hashable, what: Callable[[], str]) -> None:
-        """Record a wait, and log it when it is long.
-
-        Raises:
-            UserError: the trainer has waited for longer than `timeouts.batch`.
-        """
+        """Record a wait, and log it when it is long (UserError: the trainer's, beyond `timeouts.batch`)."""
         seconds = self._waits.begin(name)
         if self._waits.due(name):
             self._events.append("controller", "waiting", who=who, what=what(), seconds=round(seconds, 1))

@@ -96,10 +96,7 @@ class EvaluationSchedule:
         return self.version is not None and self._is_due(step + 1)
 
     def begin(self, step: int, incarnation: int, held: int | None = None) -> None:
-        """Start or resume at update `step`: every evaluation in hand begins again.
-
-        `held`: the version before that is still published, to be evaluated.
-        """
+        """Start or resume at update `step`; evaluations in hand begin again. `held`: an older version, still there."""
         self._published = self._begun = step
         self._last, self._incarnation = max(self._num_steps, step), incarnation
         kept = keep_evaluations(self._run, step)  # later versions will be made again

@@ -39,11 +39,7 @@ class Quota:
 def read_quotas(
     where: str, given: Mapping[str, Mapping[str, Any]], names: Collection[str], kind: str
 ) -> dict[str, Quota]:
-    """Return the quotas of policies or tenants (`kind`), as a config has them: `{name: {limit: number}}`.
-
-    Raises:
-        ConfigError: of another name than one of `names`, of another limit, or no number; `where` is the field.
-    """
+    """Return quotas, `{name: {limit: number}}` (ConfigError: another name or limit, or no number; names the field)."""
     found, known = dict[str, Quota](), [field.name for field in dataclasses.fields(Quota)]
     _check_names(where, given, names, kind)
     for name, limits in given.items():

@@ -115,10 +115,7 @@ class Leasing:
         return self._of_update(pending, prompts)
 
     def next_key(self, worker: str, workers: int) -> Key | None:
-        """Return whose prompts `next_lease` would grant or wait for; None: there is no work for this worker.
-
-        Audits aside, whose prompts are there.
-        """
+        """Return whose prompts `next_lease`, audits aside, would grant or wait for; None: there is no work."""
         if worker in self._audits.quarantined:
             return None
         pending = self._ledger.pending(self.steps)

@@ -188,11 +188,7 @@ def checked_observation(value: Any, what: str = "observation") -> Any:
 
 
 def checked_step(value: Any) -> Step:
-    """Return what `step` returned.
-
-    Raises:
-        TypeError: it is not (text, finite number, boolean), nor a `Step` with an answer that is a text.
-    """
+    """Return what `step` returned (TypeError: not (text, finite number, boolean), nor a `Step` of such)."""
     answer = value.answer if isinstance(value, Step) else None
     parts = value[:3] if isinstance(value, Step) else value
     if not isinstance(parts, tuple) or len(parts) != 3:
@@ -204,11 +200,7 @@ def checked_step(value: Any) -> Step:
 
 
 def checked_consult(value: Consult, allowed: Sequence[str]) -> Consult:
-    """Return a `Consult`.
-
-    Raises:
-        TypeError: its policy is none of those that the config allows, or it has other values than its fields say.
-    """
+    """Return a `Consult` (TypeError: a policy that the config does not allow, or values of other types)."""
     if value.policy is not None and value.policy not in allowed:
         known = ", ".join(map(repr, allowed)) or "none"
         raise TypeError(f"the environment consulted {value.policy!r}; its `consults` are: {known}")

@@ -114,11 +114,7 @@ def check_alone(tasks: ConfigBase[Any]) -> None:
 
 
 def checked_next(value: Any, roles: Mapping[str, Any]) -> NextRole:
-    """Return what a role environment has answered.
-
-    Raises:
-        TypeError: it is no `NextRole`, names a role that there is not, or pays what is no finite number.
-    """
+    """Return a role environment's answer (TypeError: no `NextRole`, no such role, or no finite pay)."""
     if not isinstance(value, NextRole):
         raise TypeError(
             f"the environment returned {describe(value)}; expected NextRole(role, observation, rewards, done)"

@@ -21,11 +21,7 @@ class EnvironmentThread:
     """
 
     def __init__(self, make: Callable[[], Environment], deadline_s: float, name: str):
-        """Start the thread; the environment is made by the first call.
-
-        Args:
-            deadline_s: seconds after which a coroutine is cancelled.
-        """
+        """Start the thread; the first call makes the environment. `deadline_s`: seconds of a coroutine."""
         self._make, self._deadline_s = make, deadline_s
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Call, float] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -17,11 +17,7 @@ class Turns:
     """The conversation of one episode. With a chat template an observation is a message, without one plain text."""
 
     def __init__(self, tokenizer: Tokenizer, problem: Problem, role: str = "user"):
-        """Begin with a problem's messages.
-
-        Args:
-            role: role of observations; a template that does not show it gets "user".
-        """
+        """Begin with a problem's messages; `role`: of observations, "user" where the template does not show it."""
         self._tokenizer = tokenizer
         self._talk: Conversation | None = None
         self._acted = False

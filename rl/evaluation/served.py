@@ -64,11 +64,7 @@ class ServedPolicy(Configurable):
         self.at_once, self.skipped = cfg.at_once, SkippedProblems()
 
     def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:
-        """Answer problems, `count` times each, and yield a row for each; `seed` is of the draws.
-
-        Raises:
-            UserError: the endpoint does not answer, or refuses.
-        """
+        """Answer problems `count` times each, with draws of `seed`, and yield a row each (UserError: no answer)."""
         for problem in problems:
             environment = self._tasks.environment(problem.id)
             if isinstance(environment, Environment.Config) and problem.family not in self._shared:

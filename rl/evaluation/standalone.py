@@ -177,11 +177,7 @@ def is_right(sample: Mapping[str, Any]) -> bool:
 
 
 def compare_folders(first: Path, second: Path, *, seed: int = 0) -> dict[str, Any]:
-    """Compare two policies on the problems that both have answered: all, and by family (see `statistics.compare`).
-
-    Raises:
-        UserError: a folder has no samples, or they have no problem in common.
-    """
+    """Compare two policies on the problems of both, all and by family (UserError: no samples, or none in common)."""
     tables = [_by_question(sample_rows(folder)) for folder in (first, second)]
     common = [key for key in tables[0] if key in tables[1]]
     if not common:
@@ -215,11 +211,7 @@ def answer_rows(
     scores: Sequence[Score],
     shown: Sequence[Row],
 ) -> Iterator[Row]:
-    """Yield the row of each problem, of which the others have as many, one after the other.
-
-    Args:
-        shown: what is added to each sample.
-    """
+    """Yield the row of each problem, of which the others have as many, in turn; `shown`: added to each sample."""
     drawn = [
         {
             "answer": answer,

@@ -15,11 +15,7 @@ INTERVAL = (_TAIL, 100 - _TAIL)  # percentiles of a bootstrap
 
 
 def wilson(correct: float, count: int) -> list[float]:
-    """Return Wilson's 95 % score interval of a proportion of independent trials (Wilson 1927).
-
-    Raises:
-        ValueError: there are no trials, or more successes than trials.
-    """
+    """Return Wilson's 95 % score interval of a proportion (1927; ValueError: no trials, or more successes)."""
     if count < 1 or not 0 <= correct <= count:
         raise ValueError(f"{correct} of {count}: a proportion of one trial or more is needed")
     z = NormalDist().inv_cdf(0.975)

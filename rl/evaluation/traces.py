@@ -21,11 +21,7 @@ _KEPT = ("family", "expected", "reward", "status", "finish_reason", "version", "
 
 
 def recorded_episodes(folder: Path) -> Iterator[Row]:
-    """Yield the rollouts that a run has written down (`rollouts/*.jsonl`), or an evaluation (`axl eval --out`).
-
-    Raises:
-        UserError: there are none.
-    """
+    """Yield rollouts of a run (`rollouts/*.jsonl`), or of `axl eval --out` (UserError: there are none)."""
     files = sorted((folder / "rollouts").glob("*.jsonl"))
     samples = folder / "samples.jsonl"
     if not files and not samples.is_file():

@@ -120,11 +120,7 @@ class RLExperimentConfig[T](ConfigBase[T], renamed=_RENAMED):
                 part.requires(self)
 
     def check_repeatable(self, purpose: str) -> None:
-        """Refuse rollouts that cannot be made again from their names; `purpose`: of making them, for the error.
-
-        Raises:
-            ConfigError: names the field.
-        """
+        """Refuse rollouts that cannot be made again from their names (ConfigError); `purpose`: of making them."""
         from rl.verification.verifiers.judge import LLMJudge
 
         pinned = self.controller.weights == "pinned" or self.staleness == 0

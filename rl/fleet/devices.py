@@ -44,11 +44,7 @@ class RoleDevices:
     model: str | None = None  # model of described GPUs: "H100"; None: any
 
     def compilable(self) -> list[Any]:
-        """Return devices for which programs can be compiled here, in the order in which a mesh takes them.
-
-        Raises:
-            UserError: the TPU compiler is not installed. ValueError: they are no TPUs.
-        """
+        """Return devices to compile for, in a mesh's order (UserError: no TPU compiler; ValueError: no TPUs)."""
         if self.topology is None:
             raise ValueError(f"{self.text}: only programs for TPUs are compiled without the devices")
         return topology_devices(self.topology)
@@ -88,11 +84,7 @@ def parse_count(text: str, field: str) -> tuple[int, str]:
 
 
 def parse_devices(text: str, field: str, slices: int = 1) -> RoleDevices:
-    """Return the devices that a text describes; `slices` of them (TPU slices, hosts) belong to one instance.
-
-    Raises:
-        UserError: names the field, and the nearest there are.
-    """
+    """Return the devices of a text, `slices` of them for an instance (UserError: names the field and the nearest)."""
     if text == HERE:
         found = find_devices()
         chips = 0 if found[0].platform == "cpu" else len(found)

@@ -123,11 +123,7 @@ def reference_devices(text: str) -> RoleDevices:
 
 
 def parse_worker(text: str) -> tuple[int, int, str]:
-    """Split `4 x 2 x h100:4` into workers, hosts or slices of each, and devices of such a one.
-
-    Raises:
-        UserError: a number is 0, or there are no devices.
-    """
+    """Split `4 x 2 x h100:4` into workers, hosts or slices of each, and devices of one (UserError: 0, or none)."""
     workers, each = parse_count(text, "fleet.workers")
     return workers, *parse_count(each, "fleet.workers")
 

@@ -169,11 +169,7 @@ class FleetPlan:
 
 
 def plan_fleet(placed: Placed[ExperimentConfig], *, compile_programs: bool = True) -> FleetPlan:
-    """Plan an experiment on its fleet; programs for TPUs are compiled unless it is forbidden.
-
-    Raises:
-        UserError: meshes, batches or layers do not fit the devices; names the field.
-    """
+    """Plan an experiment on its fleet, by compiled TPU programs if allowed (UserError: names what does not fit)."""
     began = REAL()
     cfg, fleet, experiment = placed.cfg, placed.fleet, placed.cfg.build()
     for part in (cfg.parameter_server, cfg.alarms):  # configs that the plan does not build
@@ -226,10 +222,7 @@ def _plan_trainer(
     types: Callable[[str, np.dtype], np.dtype],
     compile_programs: bool,
 ) -> tuple[RolePlan, Any, Collection[str]]:
-    """Return the plan of the trainer, its described parameters, and the names of those that no update changes.
-
-    `types`: those in which engines read weights.
-    """
+    """Return the trainer's plan, described parameters, and names of frozen ones; `types`: those that engines read."""
     cfg, devices = placed.cfg, placed.fleet.trainer
     compiled = compile_programs and devices.topology is not None
     # Placeholders have no memory of a host, to which a learner may move its state.

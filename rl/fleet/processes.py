@@ -52,11 +52,7 @@ def chip_bounds(request: RoleRequest, environment: Mapping[str, str]) -> dict[st
 
 
 def check_opened(request: RoleRequest, found: Sequence[Any]) -> None:
-    """Check that this process shows the devices that the fleet names; jax falls back to CPUs with a warning only.
-
-    Raises:
-        UserError: it shows others.
-    """
+    """Check that this process shows the fleet's devices (UserError): jax falls back to CPUs with a warning only."""
     rehearsal = os.environ.get("JAX_PLATFORMS") == "cpu"
     platform = "cpu" if rehearsal else request.kind.lower()
     if found[0].platform == platform and len(found) == (request.devices or len(found)):

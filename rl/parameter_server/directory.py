@@ -164,11 +164,7 @@ class Directory:
             return sorted(self._versions)
 
     def manifest(self, version: int, timeout: float = 0.0) -> Manifest:
-        """Return the manifest of exactly this version, waiting up to `timeout` seconds for its publication.
-
-        Raises:
-            WeightsError: not published in time; names the versions held.
-        """
+        """Return this version's manifest, within `timeout` seconds (WeightsError: names the versions held)."""
         if self._offloads and version not in self.versions():
             self._restore(version)
         with self._changed:

@@ -105,11 +105,7 @@ def needed_index_ranges(sharding: Sharding, shape: Sequence[int]) -> dict[IndexR
 
 
 def check_cover(name: str, shape: Sequence[int], index_ranges: Iterable[IndexRange]) -> None:
-    """Check that the index ranges make up the tensor: every element in exactly one of them.
-
-    Raises:
-        WeightsError: naming the tensor and the first index range that is outside, overlaps, or is missing.
-    """
+    """Check that index ranges have each element of the tensor once (WeightsError: names the first that is wrong)."""
     tensor, kept = whole(shape), []
     for index_range in index_ranges:
         if not within(index_range, tensor) or any(stop < start for start, stop in index_range):
@@ -169,11 +165,7 @@ def _domain(index_range: IndexRange) -> "ts.IndexDomain":
 
 @lru_cache(maxsize=1 << 10)
 def _ends(index_ranges: tuple[IndexRange, ...], rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the starts and the stops, int64 [index_ranges, rank] each, so that numpy compares one with all at once.
-
-    Raises:
-        WeightsError: an index range has another number of dimensions.
-    """
+    """Return starts and stops, int64 [index_ranges, rank], for numpy (WeightsError: other numbers of dimensions)."""
     odd = next((index_range for index_range in index_ranges if len(index_range) != rank), None)
     if odd is not None:
         raise WeightsError(f"index range {describe(odd)} has {len(odd)} dimensions; expected {rank}")

@@ -109,11 +109,7 @@ class ParameterServer(Configurable):
         return OffloadStore(place, cfg.offload_keep, setting="parameter_server.offload")
 
     def listen(self, advertised_host: str | None = None) -> Endpoint:
-        """Listen on the socket that the config names, once, and return the endpoint.
-
-        Args:
-            advertised_host: this host's address as others see it, for a server that listens on all interfaces.
-        """
+        """Listen on the config's socket, once; returns the endpoint. `advertised_host`: this host as others see it."""
         if self._server is None:
             tls = None if self.cfg.tls is None else self.cfg.tls.build()
             port = self.cfg.port and self.cfg.port + self._index

@@ -231,11 +231,7 @@ def _details(rollout: Rollout) -> Details:
 
 
 def check_whole(rollouts: Sequence[Rollout]) -> None:
-    """Refuse rollouts that did not end by themselves: the logits of their policy are not all numbers.
-
-    Raises:
-        UserError: naming the first prompt that failed, and the version.
-    """
+    """Refuse rollouts that did not end by themselves: their logits are no numbers (UserError: names the first)."""
     for rollout in rollouts:
         if rollout.finish_reason not in WHOLE:
             raise UserError(

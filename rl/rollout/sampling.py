@@ -78,11 +78,7 @@ class Sampler(Configurable):
 
     @staticmethod
     def check(cfg: Config, vocab: int, where: str) -> None:
-        """Refuse parameters that no sampler of `vocab` tokens can follow; `where` is the path of `cfg` in the request.
-
-        Raises:
-            UserError: a value out of its range, or a bias on a token that does not exist.
-        """
+        """Refuse parameters that no sampler of `vocab` tokens can follow (UserError); `where`: path of `cfg`."""
         label(cfg.clone(), where).check_fields()
         for token, _ in cfg.logit_bias:
             if token >= vocab:

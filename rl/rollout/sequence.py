@@ -255,11 +255,7 @@ class Sequence:
             self._commands.close()
 
     def generate(self, command: Generate, decode: Callable[[Any], str] | None) -> bool:
-        """Start a command; returns False if there is no room for another token.
-
-        Raises:
-            UserError: stop strings that cannot be searched for.
-        """
+        """Start a command; returns False without room for a token (UserError: stop strings that cannot be)."""
         self.constraints.search(command.strings, decode, self.drawn, self.name)
         self.limit = (
             self.most if command.max_new_tokens is None else min(self.most, len(self.tokens) + command.max_new_tokens)

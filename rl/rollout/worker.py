@@ -76,10 +76,7 @@ class RolloutWorker:
             self._events.append(name, "kernel", **engine.runner.kernel_choice)
 
     def run(self, stop: Callable[[], bool] = lambda: False, patience: float = 2.0) -> None:
-        """Work until the controller says that the run is over, or until `stop()`; then hand back unfinished work.
-
-        `patience`: seconds of one request for a lease, in which `stop` is not looked at.
-        """
+        """Work until the run is over or `stop()`, then hand back; `patience`: seconds of one request for a lease."""
         self._stop = lambda: stop() or self._engine.executor.leaving
         self._controller.join(self.name)
         while not self._stop() and not self._controller.status()["stopped"]:

@@ -101,10 +101,7 @@ def run_inprocess(
 def local_roles(
     experiment: RLExperiment, run: RunDirectory, around: Callable[[Any], Any] = lambda controller: controller
 ) -> Iterator[tuple[Any, Any]]:
-    """Build all roles in this process; yields the trainer and the worker.
-
-    `around`: from the controller to what the trainer of an only policy calls in its place.
-    """
+    """Build all roles in this process; yields trainer and worker. `around`: wraps the controller for the trainer."""
     if experiment.cfg.policies:
         roles = PolicyRoles(experiment, run)
         controllers, servers = roles.make_controller(), roles.make_parameter_server()

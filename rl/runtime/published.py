@@ -55,11 +55,7 @@ class PublishedRun:
         return [one for row in self.rows.values() for one in unpack(row.data)]
 
     def experiment(self) -> RLExperiment.Config:
-        """Return the config by which this process makes the run again.
-
-        Raises:
-            UserError: it is no config of an experiment; errors of `from_text`.
-        """
+        """Return the config by which this process makes the run again (UserError: no experiment, or not readable)."""
         return remade_config(_experiment(from_text(self.config)))
 
 
@@ -73,11 +69,7 @@ class Checked:
 
 
 def publish(run: RunDirectory, out: Path) -> PublishedRun:
-    """Write the file of a run; of one that is under way as far as it is.
-
-    Raises:
-        UserError: nobody could make the run again, or it has no update yet; names the field or the file.
-    """
+    """Write the file of a run as far as it is (UserError: not repeatable, or no update; names the field or file)."""
     if not is_readable(run.config_path):
         raise UserError(f"{run.path} is no run directory: it has no {run.config_path.name}")
     cfg = _experiment(from_text(run.read_config()))
@@ -223,11 +215,7 @@ class _Comparison:
 def redraw_some(
     published: PublishedRun, cfg: RLExperiment.Config, weights: SavedWeights, count: int, seed: int | None = None
 ) -> Checked:
-    """Draw some rollouts of a checkpoint's version again, and compare; `seed` is of their choice, None: a new one.
-
-    Raises:
-        UserError: no rollout of the run is of this version.
-    """
+    """Draw some rollouts of a checkpoint's version again, chosen by `seed`, and compare (UserError: it has none)."""
     entries = {one.name: one for one in published.entries()}
     mine = sorted(name for name in entries if name.version == weights.version)
     if not mine:

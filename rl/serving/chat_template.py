@@ -71,11 +71,7 @@ class ChatTemplate(Configurable):
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the tokens of a conversation, up to the assistant's answer; see `encode_chat`.
-
-        Raises:
-            UserError: the template refuses it, or has no place for tools, documents or variables.
-        """
+        """Return a conversation's tokens up to the answer; see `encode_chat` (UserError: the template refuses it)."""
         if self.template is None:
             given = {"tools": tools, "documents": documents, "chat_template_kwargs": variables}
             unknown = next((name for name, value in given.items() if value), None)
@@ -95,11 +91,7 @@ class ChatTemplate(Configurable):
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]], opening: str | None = None) -> str:
-        """Return messages in the forms of their roles, then the assistant's opening.
-
-        Raises:
-            UserError: a role without a form.
-        """
+        """Return messages in the forms of their roles, then the opening (UserError: a role without a form)."""
         parts: list[str] = []
         for message in messages:
             self.check(message)

@@ -26,11 +26,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {"features": (), "content_parts": ([],), 
 
 
 def as_completion(body: Any) -> Json:
-    """Return the body of a completion. Fields of `sampling_params` are those that it has, too.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """Return the body of a completion, with the fields of `sampling_params` (ApiError: 400, names the field)."""
     fields = Fields(body)
     completion = {name: value for name in ("model", "request_id") if (value := fields.take(name)) is not None}
     if (tokens := fields.take("token_ids")) is None:

@@ -47,20 +47,12 @@ def find_run(name: str | Path) -> RunDirectory | None:
 
 
 def recorded_config(run: RunDirectory) -> "RLExperiment.Config | ServedModel.Config":
-    """Return the experiment that the directory records, or the policy of a supervised one.
-
-    Raises:
-        UserError: it is a run of another kind; errors of `from_text` if it cannot be read.
-    """
+    """Return the run's experiment, or a supervised one's policy (UserError: another kind, or not readable)."""
     return policy_config(from_text(run.read_config()), run.path)
 
 
 def policy_config(cfg: ConfigBase[Any], path: Path) -> "RLExperiment.Config | ServedModel.Config":
-    """Return an experiment that has run at this path, or how to ask the policy of a supervised one.
-
-    Raises:
-        UserError: it is a run of another kind.
-    """
+    """Return an experiment that has run at this path, or a supervised one's policy (UserError: another kind)."""
     from rl.experiment import RLExperiment
 
     if isinstance(cfg, Trainer.Config):
@@ -74,11 +66,7 @@ def policy_config(cfg: ConfigBase[Any], path: Path) -> "RLExperiment.Config | Se
 
 
 def supervised_policy(cfg: Trainer.Config, path: Path) -> "ServedModel.Config":
-    """Return how to ask the model of a supervised run at this path: with its data's tokenizer, and their tasks.
-
-    Raises:
-        UserError: the model has no words to draw, or its data have no tokenizer, or several.
-    """
+    """Return how to ask a supervised run's model, with its tasks (UserError: no words, or not one tokenizer)."""
     head = getattr(cfg.model, "head", None)
     if isinstance(head, ScoreHead.Config | EmbeddingHead.Config):
         raise UserError(f"{path} is a run of a model with {type(head).__owner__.__name__}, which draws no words")

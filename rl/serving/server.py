@@ -105,11 +105,7 @@ class Server(Configurable):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, before anything expensive: clients wait, and a port in use is known. Port 0: any.
-
-    Raises:
-        UserError: the address is not available.
-    """
+    """Return a listening socket (port 0: any) before anything expensive: clients wait (UserError: not available)."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

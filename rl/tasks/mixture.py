@@ -85,11 +85,7 @@ class TaskMixture(Configurable):
         self._heldout: list[list[Problem]] = [[] for _ in labels]
 
     def train(self, index: int) -> Problem:
-        """Training problem `index` >= 0: the first candidate of its family that can be used. Constant time.
-
-        Raises:
-            UserError: the family has next to no problems outside the held-out set, or that `admission` lets in.
-        """
+        """Training problem `index`: the first usable one of its family, in constant time (UserError: next to none)."""
         return self.new(*self.place(index))
 
     def place(self, index: int) -> FamilyTurn:
@@ -153,11 +149,7 @@ class TaskMixture(Configurable):
         return source.canonical(next(iter(source.candidates(turn)))) * len(self._families) + family
 
     def check_disjoint(self, num_train: int, n_per_family: int) -> None:
-        """Compare the texts of the first `num_train` training problems with the held-out ones.
-
-        Raises:
-            ValueError: a question is in both sets; quotes it.
-        """
+        """Compare the first `num_train` training questions with the held-out ones (ValueError: quotes one in both)."""
         heldout = {p.question: p.id for p in self.heldout(n_per_family)}
         for index in range(num_train):
             problem = self.train(index)

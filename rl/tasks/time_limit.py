@@ -14,11 +14,7 @@ class TookTooLong(BaseException):
 
 
 def limited[T](function: Callable[[], T], seconds: float) -> T:
-    """Return what a function returns, which may take so many seconds; 0 or less: any time.
-
-    Raises:
-        TookTooLong: it had not returned after so many seconds.
-    """
+    """Return what a function returns within so many seconds; 0 or less: at any time (TookTooLong)."""
     if seconds <= 0:
         return function()
     limit = _Limit(threading.get_ident())

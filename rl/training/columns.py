@@ -78,11 +78,7 @@ class TokenColumn(abc.ABC):
         """Return what came with a rollout, a value for each token; None: nothing did."""
 
     def values(self, rollout: Rollout) -> np.ndarray:
-        """Return the values [tokens, *shape] of a rollout with tokens.
-
-        Raises:
-            UserError: it has no record, or one that does not fit.
-        """
+        """Return the values [tokens, *shape] of a rollout (UserError: it has no record, or one that does not fit)."""
         if (found := self.record(rollout)) is None:
             raise UserError(f"{_name(rollout)} came without {self.name}; expected a value for each token")
         return found

@@ -6,11 +6,7 @@ from rl.objective import Objective
 
 
 def check_policies(cfg: Objective.Config, trainer: Any) -> None:
-    """Refuse terms that compare with a policy that is not there, and policies that no term compares with.
-
-    Raises:
-        ConfigError: names the field.
-    """
+    """Refuse terms without the policy that they compare with, and such a policy without terms (ConfigError)."""
     objective = cfg.build()
     penalised, exact = objective.needs_divergence, objective.needs_exact_kl
     needed = objective.needs_reference or penalised or exact

@@ -115,10 +115,7 @@ class Publication:
         return {str(i): without(params, self._frozen) for i in range(self._back + len(self._fixed))}
 
     def saved(self, params: Params) -> tuple[dict[str, Params], list[int]]:
-        """Return the versions before the current one, without frozen parameters, and their numbers.
-
-        A young run pads by the current one.
-        """
+        """Return earlier versions without frozen parameters, padded by the current one, and their numbers."""
         trained = without(params, self._frozen)
         recent = [snapshot.params(trained) for snapshot in self._recent]
         recent += [trained] * (self._back + len(self._fixed) - len(recent))

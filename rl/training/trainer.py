@@ -173,11 +173,7 @@ class PolicyTrainer(Configurable):
         )
 
     def _make_source(self, objective: Objective, **parts: Any) -> PolicyUpdates:
-        """Return the source of updates; the mesh is set.
-
-        Args:
-            parts: `updates`, `reference`, `scores` and `critic`, where there are some; else None.
-        """
+        """Return the source of updates, on the mesh in place; `parts`: updates, reference, scores, critic or None."""
         cfg, layout, take = self.cfg, self.cfg.layout(), TakeStep(self._controller, self._group)
         updates, scores, critic = (parts[name] for name in ("updates", "scores", "critic"))
         compared = objective.needs_reference or objective.needs_exact_kl

@@ -43,10 +43,7 @@ def open_warm_start(cfg: Trainer.Config | None, run: RunDirectory) -> Iterator[N
 
 
 def run_warm_start(cfg: Trainer.Config | None, run: RunDirectory, stop: Callable[[], bool]) -> bool:
-    """Run the supervised phase to its end, if it is due; returns False if it was stopped before.
-
-    This process or the driver of the run holds its directory open.
-    """
+    """Run the supervised phase, if due, in a directory that is held open; returns False if it was stopped."""
     if cfg is None or not is_warm_start_due(cfg, run):
         return True
     inner = RunDirectory.attach(warm_start_directory(run))

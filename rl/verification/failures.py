@@ -26,11 +26,7 @@ class FailureWatch:
         self._due = 1  # failures at which the next one is logged; doubled each time
 
     def check(self, problem_ids: Sequence[int], scores: Sequence[Score]) -> None:
-        """Take note of scores.
-
-        Raises:
-            ScorerFails: none of the last `stop_after` answers could be scored; quotes the last error.
-        """
+        """Take note of scores (ScorerFails: none of the last `stop_after` could be; quotes the last error)."""
         with self._lock:
             for problem_id, score in zip(problem_ids, scores, strict=True):
                 self._seen += 1

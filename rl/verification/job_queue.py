@@ -63,11 +63,7 @@ class JobQueue:
         details: Sequence[Details] | None = None,
         by_group: bool = False,
     ) -> Submission:
-        """Queues a submission; `by_group`: all answers to a problem are one job.
-
-        Raises:
-            RuntimeError: the pool is closed or has failed.
-        """
+        """Queue a submission; `by_group`: a problem's answers are one job (RuntimeError: closed, or failed)."""
         submission = Submission([None] * len(texts), len(texts), threading.Event())
         jobs = [
             Job(problem_id, texts[part], [] if details is None else details[part], submission, part.start)

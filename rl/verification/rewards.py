@@ -31,11 +31,7 @@ def check_rewards(values: Any, count: int) -> list[tuple[float, dict[str, float]
 
 
 def check_terms(terms: Mapping[Any, Any]) -> dict[str, float]:
-    """Return named terms as floats.
-
-    Raises:
-        NotAReward: a name is not short text, a value is not a finite number, or there are too many.
-    """
+    """Return named terms as floats (NotAReward: a name is no short text, a value no finite number, or too many)."""
     if len(terms) > MAX_TERMS:
         raise NotAReward(f"{len(terms)} terms; expected {MAX_TERMS} at most")
     for name in terms:

@@ -33,11 +33,7 @@ class ClusterTree:
         return int(self.spans[0, 1])
 
     def place(self, vectors: Array) -> Array:
-        """Return the leaf number of each vector, int32: at every node it goes to the child with the nearest centroid.
-
-        Args:
-            vectors: float32 [count, width].
-        """
+        """Return the leaf number, int32, of vectors [count, width]: always to the child with the nearest centroid."""
         places = np.zeros(len(vectors), np.int32)
         waiting = [(0, np.arange(len(vectors)))]
         while waiting:

@@ -23,11 +23,7 @@ class Embedder(Configurable, abc.ABC):
         self.cfg = cfg
 
     def embed(self, texts: Sequence[str]) -> Array:
-        """Return float32 [texts, width].
-
-        Raises:
-            UserError: there is no row of finite numbers for each text, or one has length 0.
-        """
+        """Return float32 [texts, width] (UserError: not a row of finite numbers for each, or one of length 0)."""
         name = type(self).__name__
         try:
             made = np.asarray(self.vectors(texts), np.float32)

@@ -98,20 +98,12 @@ class TenantIndex:
                 self._publish(self._state.compacted(self._state.tree))
 
     def grant(self, tenant: str, ids: Sequence[int] | Array) -> None:
-        """Show documents to a tenant too; `"*"` is everyone.
-
-        Raises:
-            UserError: there is no such document; nothing is granted then.
-        """
+        """Show documents to a tenant too, `"*"`: to everyone (UserError: there is no such one; nothing is granted)."""
         with self._lock:
             self._see(_name(tenant), self._state.find(np.unique(_numbers(ids, "grant")), "grant"))
 
     def revoke(self, tenant: str, ids: Sequence[int] | Array | None = None) -> None:
-        """Hide documents from a tenant, or all of them; those of everyone stay visible.
-
-        Raises:
-            UserError: there is no such document; nothing is revoked then.
-        """
+        """Hide documents, or all, from a tenant; everyone's stay visible (UserError: no such one; nothing changes)."""
         with self._lock:
             if ids is None:
                 self._state.views.pop(tenant, None)
@@ -178,11 +170,7 @@ class TenantIndex:
         return {"vectors": state.vectors.nbytes, "tree": tree, "tenants": lists, "rest": rest}
 
     def save(self, path: str | os.PathLike[str], note: str = "") -> None:
-        """Write the index into a file, whole or not at all; `note` says what it is of, and `load` asks for the same.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the index, whole or not at all (OSError); `note`: what it is of, for which `load` asks."""
         with self._lock:
             state, trained = self._state, self._trained
             views = dict(state.views)
@@ -197,11 +185,7 @@ class TenantIndex:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], note: str = "") -> "TenantIndex":
-        """Return the index of a file, which finds what the saved one found.
-
-        Raises:
-            UserError: the file is damaged, no index, or of something else than `note`; OSError: it cannot be read.
-        """
+        """Return the index of a file (UserError: damaged, none, or not of `note`; OSError: it cannot be read)."""
         about, arrays = read_arrays(path)
         if about["note"] != note:
             raise UserError(f"{path} is an index of {about['note']!r}; expected one of {note!r}")

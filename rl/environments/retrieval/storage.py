@@ -16,11 +16,7 @@ _MAGIC = b"axl-tenant-index-1\n"
 
 
 def write_arrays(path: str | os.PathLike[str], about: dict[str, Any], arrays: dict[str, Array]) -> None:
-    """Write a file in place of what has its name: no reader sees a part, and a failure leaves the old one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file in place of what has its name, whole or not at all (OSError: the old one stays)."""
     listed = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
     header = json.dumps({"about": about, "arrays": listed}).encode() + b"\n"
     content = b"".join([_MAGIC, header, *(np.ascontiguousarray(array).tobytes() for array in arrays.values())])
@@ -28,11 +24,7 @@ def write_arrays(path: str | os.PathLike[str], about: dict[str, Any], arrays: di
 
 
 def read_arrays(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return what was written.
-
-    Raises:
-        UserError: it is no such file, or damaged; OSError: it cannot be read.
-    """
+    """Return what was written (UserError: it is no such file, or damaged; OSError: it cannot be read)."""
     content = Path(path).read_bytes()
     if not content.startswith(_MAGIC):
         raise UserError(f"{path} is no index; expected a file that TenantIndex.save has written")

@@ -40,11 +40,7 @@ class Calculator(Tool):
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression: an integer, a decimal, or its first digits.
-
-    Raises:
-        ValueError: it is no arithmetic, or too large. ZeroDivisionError: a division by zero.
-    """
+    """Return the value: an integer, a decimal, or its first digits (ValueError: no arithmetic, or too large)."""
     if len(expression) > _LONGEST:
         raise ValueError(f"{len(expression)} characters; expected {_LONGEST} at most")
     try:

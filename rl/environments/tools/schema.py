@@ -79,11 +79,7 @@ def check_schema(schema: Any, where: str = "the schema") -> None:
 
 
 def checked_arguments(schema: Schema, arguments: Any) -> dict[str, Any]:
-    """Return arguments that fit a schema; whole floats become integers where these are asked for.
-
-    Raises:
-        ArgumentError: they do not fit; says what was expected.
-    """
+    """Return arguments that fit a schema (ArgumentError); whole floats become integers where these are asked for."""
     if not isinstance(arguments, Mapping):
         raise ArgumentError(f"arguments are {arguments!r:.80}; expected an object")
     properties = schema.get("properties", {})

@@ -54,11 +54,7 @@ class DeltaCodec(TensorCodec):
 
     @override
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """Return the blob, at most 9 bytes longer than the array.
-
-        Raises:
-            WrongBase: there is no base, or it has another shape or dtype.
-        """
+        """Return the blob, at most 9 bytes longer than the array (WrongBase: none, or of another shape or dtype)."""
         array = contiguous(array)
         body = _delta(array, _fitting(base, array.shape, array.dtype))
         if sum(map(len, body)) >= array.nbytes:

@@ -32,11 +32,7 @@ class TensorCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        """Return the encoded bytes; the blob may be a view of `array`.
-
-        Raises:
-            WeightsError: the array cannot be encoded, or the base is missing or of another shape or dtype.
-        """
+        """Return the encoded bytes, perhaps a view of `array` (WeightsError: not encodable, or no base that fits)."""
 
     @abc.abstractmethod
     def decode(
@@ -57,11 +53,7 @@ class FloatCodec(TensorCodec):
 
     @abc.abstractmethod
     def encode_floats(self, array: np.ndarray) -> np.ndarray:
-        """Return the blob of an array of floats that is not empty, uint8, with room for the checksum.
-
-        Raises:
-            WeightsError: an entry cannot be encoded; names the first.
-        """
+        """Return the blob of floats, not empty, uint8 with room for the checksum (WeightsError: names the entry)."""
 
     @abc.abstractmethod
     def decode_floats(self, body: memoryview, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

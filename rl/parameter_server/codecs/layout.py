@@ -18,11 +18,7 @@ CHECKSUM_NBYTES = _CHECKSUM.size  # bytes before the body
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    """Return the array in C order and native byte order; itself if it is so already.
-
-    Raises:
-        WeightsError: its dtype holds references, not numbers.
-    """
+    """Return the array in C order and native byte order, perhaps itself (WeightsError: its dtype has references)."""
     if array.dtype.hasobject:
         raise WeightsError(f"an array of dtype {array.dtype} cannot be encoded; expected numbers")
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")

@@ -45,11 +45,7 @@ class Prefetcher:
         self._background, self._finish, self._patience = background, finish, patience
 
     def take(self, version: int, timeout: float = 0.0) -> tuple[Any, PullStats]:
-        """Return exactly this version, as the engine uses it, and the statistics of its pull.
-
-        Raises:
-            WeightsError: not available within `timeout` seconds.
-        """
+        """Return exactly this version, as the engine uses it, and figures of its pull (WeightsError: not in time)."""
         with self._pulling:
             if self._ready is None or self._ready[0] != version or not self._still_there(self._ready):
                 self._hold(self._pull(version, timeout))

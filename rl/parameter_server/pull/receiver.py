@@ -104,11 +104,7 @@ class Receiver:
         return () if self._codec.lossless else (f"{self._codec.name}-weights",)
 
     def pull(self, version: int, timeout: float = 0.0) -> Params:
-        """Return the arrays of a version on the devices, waiting up to `timeout` seconds for all of its shards.
-
-        Raises:
-            WeightsError: not available in time, damaged, or of other shapes or types than the policy's.
-        """
+        """Return a version on the devices, within `timeout` seconds (WeightsError: late, damaged, or other shapes)."""
         end = time.monotonic() + timeout
         while True:
             manifest = self.directory.manifest(version, max(0.0, end - time.monotonic()))

@@ -56,11 +56,7 @@ class PushAttempts:
         return key
 
     def record(self, commit: Commit) -> list[Commit] | None:
-        """Record the commit of one process; returns those of all in order of process, or None if some are missing.
-
-        Raises:
-            PublishAborted: there is no such attempt any more.
-        """
+        """Record a process's commit; returns all in order, or None if some lack (PublishAborted: no such attempt)."""
         attempt = self._open.get(commit.key)
         if attempt is None:
             raise PublishAborted(

@@ -93,10 +93,7 @@ class Publisher:
     def copy(
         self, params: Params, version: int, *, frozen: Collection[str] = (), before: Snapshot | None = None
     ) -> Snapshot:
-        """Copy the shards of a version that this process owns; the arrays may be donated once it returns.
-
-        `frozen`, `before`: see `publish_async`.
-        """
+        """Copy this process's shards; arrays may be donated then. `frozen`, `before`: see `publish_async`."""
         return self._take(params, version, frozen, before).wait()
 
     def publish_async(

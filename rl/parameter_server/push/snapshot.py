@@ -98,11 +98,7 @@ class Snapshot:
         return fingerprint_version(self.fingerprints)
 
     def params(self, like: Params) -> Params:
-        """Return the weights on the devices again, sharded as `like` and of its types.
-
-        Raises:
-            WeightsError: this process's copy lacks an index range that its devices need.
-        """
+        """Return the weights on devices, sharded and typed as `like` (WeightsError: an index range lacks here)."""
         held: dict[str, list[HostShard]] = {}
         for shard in self.owned + self.others:
             held.setdefault(shard.tensor, []).append(shard)

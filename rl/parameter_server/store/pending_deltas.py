@@ -48,11 +48,7 @@ class PendingDeltas:
         self._decoding = threading.RLock()
 
     def add(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None:
-        """Hold shards of a key: all of them or, if one is refused, none.
-
-        Raises:
-            VersionGone: the base of one is not held. WeightsError: a blob is damaged, or has no digest of its result.
-        """
+        """Hold shards of a key, all or none (VersionGone: no base; WeightsError: damaged, or without a digest)."""
         for shard in shards:
             strip_checksum("delta", shard.blob)
             if self._codec.digest(shard.blob) is None:
@@ -80,11 +76,7 @@ class PendingDeltas:
         return found.shard if found is not None and found.base == base else None
 
     def complete(self, key: int, tensor: str | None = None) -> None:
-        """Decode what there is of a key, if any of it is of this tensor; None: of any.
-
-        Raises:
-            WeightsError: a shard does not decode to what the trainer had.
-        """
+        """Decode what there is of a key, if any of it is of this tensor; None: of any (WeightsError: it is wrong)."""
         with self._lock:
             if not any(tensor in (None, name) for name, _ in self._pending.get(key, ())):
                 return

@@ -104,11 +104,7 @@ class LocalShardServer:
         return host_identity()
 
     def write(self, key: int, shards: Sequence[ShardData]) -> None:
-        """Store shards; the arrays are kept without a copy.
-
-        Raises:
-            WeightsError: a digest does not match; then no shard is stored.
-        """
+        """Store shards, without a copy (WeightsError: a digest does not match; then none is stored)."""
         for tensor, index_range, array, digest in shards:
             if (found := digest_of(array)) != digest:
                 raise WeightsError(f"{tensor} {index_range}: damaged in transit: digest {found}, expected {digest}")
@@ -116,11 +112,7 @@ class LocalShardServer:
         self.store.add(key, arrays, digests=digests)
 
     def write_deltas(self, key: int, base: int, shards: Sequence[DeltaShard]) -> None:
-        """Hold shards that are deltas (codec `delta`) to those of another key, to pass them on (see PendingDeltas).
-
-        Raises:
-            VersionGone: the other key is not held here with these shards. WeightsError: a delta is damaged.
-        """
+        """Hold shards as deltas to those of another key, to pass them on (VersionGone; WeightsError: damaged)."""
         self._deltas.add(key, base, shards)
         for shard in shards:
             name = (key, shard.tensor, shard.index_range, "delta", base)
@@ -185,11 +177,7 @@ class LocalShardServer:
     def read(
         self, key: int, wanted: Sequence[ShardId], options: ReadOptions, targets: Sequence[np.ndarray | None] = ()
     ) -> list[ReadReply]:
-        """Return the requested index ranges, each in the cheapest form that the options allow.
-
-        Raises:
-            VersionGone: the version is not held here.
-        """
+        """Return index ranges, each in the cheapest form that the options allow (VersionGone: not held here)."""
         del targets  # nothing is sent
         same_host = options.host == host_identity()
         return [self._answer(key, tensor, index_range, options, same_host) for tensor, index_range in wanted]

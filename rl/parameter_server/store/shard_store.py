@@ -87,11 +87,7 @@ class ShardStore:
             segment.unlink()
 
     def link(self, version: int, source: int, shards: Sequence[tuple[str, IndexRange]]) -> None:
-        """Add shards of another version, which has the same contents there, without a copy.
-
-        Raises:
-            VersionGone: the other version, or one of these shards, is not held.
-        """
+        """Add shards of another version with the same contents, without a copy (VersionGone: one is not held)."""
         with self._lock:
             other = self._versions.get(source)
             found = {} if other is None else {name: shard for name in shards if (shard := other.get(*name)) is not None}

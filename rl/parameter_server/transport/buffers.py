@@ -8,11 +8,7 @@ _IOV = 1024  # buffers per system call: IOV_MAX of Linux and macOS
 
 
 def view_of(buffer: Buffer) -> memoryview:
-    """Return a buffer's bytes without a copy, also for numpy arrays of any dtype.
-
-    Raises:
-        ValueError: the buffer is not C-contiguous.
-    """
+    """Return a buffer's bytes without a copy, also of numpy arrays of any dtype (ValueError: not C-contiguous)."""
     if isinstance(buffer, np.ndarray):  # uint8, as bfloat16 has no buffer protocol
         if not buffer.flags.c_contiguous:
             raise ValueError(f"an array of shape {buffer.shape} that is not C-contiguous cannot be sent without a copy")

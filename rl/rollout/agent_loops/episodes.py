@@ -30,11 +30,7 @@ class Episodes:
     """Environments of tasks: what their episodes share is built once, each episode when it begins. One thread's."""
 
     def __init__(self, tasks: TaskMixture, tokenizer: Tokenizer, seed: int):
-        """Build nothing yet.
-
-        Args:
-            seed: seed of the run; with a problem's id it makes the seed of that problem's episodes.
-        """
+        """Build nothing yet; `seed`: of the run, by which, with a problem's id, the problem's episodes are seeded."""
         self._tasks, self._tokenizer, self._seed = tasks, tokenizer, seed
         self._shared: dict[str, tuple[Environment.Config, Any]] = {}  # task label -> shared environment
         self._records: dict[int, dict[int, Episode]] = {}  # problem number -> sample -> record, until `recorded`

@@ -25,11 +25,7 @@ class Constraints:
         self._searched = 0  # completion tokens in which no stop string was found
 
     def search(self, strings: Sequence[str], decode: Callable[[Any], str] | None, drawn: int, where: str) -> None:
-        """Search for the request's stop strings and these, from here on.
-
-        Raises:
-            UserError: stop strings that cannot be searched for.
-        """
+        """Search for the request's stop strings and these, from here on (UserError: they cannot be searched for)."""
         check_strings(strings, has_text=decode is not None, where=where)
         strings = (*self._stop.strings, *strings)
         self._text = StopText(strings, decode) if strings and decode is not None else None
@@ -79,11 +75,7 @@ class Constraints:
         bias_v[~allowed] = never
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Go on behind tokens that were drawn; returns True if the grammar allows nothing more.
-
-        Raises:
-            GrammarError: it cannot go on.
-        """
+        """Go on behind drawn tokens; returns True if the grammar allows nothing more (GrammarError: it cannot)."""
         if self._matcher is None:
             return False
         return self._matcher.advance([token for token in tokens if token not in self._stop.tokens])

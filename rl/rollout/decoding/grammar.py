@@ -36,11 +36,7 @@ class Matcher:
         return found, may_end
 
     def advance(self, tokens: list[int]) -> bool:
-        """Go on behind words; returns True if nothing may follow.
-
-        Raises:
-            GrammarError: the grammar is too complex, or does not allow them.
-        """
+        """Go on behind words; returns True if nothing may follow (GrammarError: too complex, or not allowed)."""
         self._matcher.consume_tokens(tokens)
         if self._matcher.is_error():
             raise GrammarError(f"the grammar cannot go on: {_short(self._matcher.get_error())}")

@@ -64,11 +64,7 @@ class StopText:
 
 
 def check_strings(strings: Sequence[str], *, has_text: bool, where: str = "") -> None:
-    """Refuse strings that cannot be searched for; `where` begins the message.
-
-    Raises:
-        UserError: an empty string, one with U+FFFD, or any string where there is no text to search (not `has_text`).
-    """
+    """Refuse empty strings, those with U+FFFD, and any without text to search; `where` begins the UserError."""
     where = f"{where}: " if where else ""
     if strings and not has_text:
         raise UserError(f"{where}stop strings need an engine that was built with a tokenizer's `decode`")

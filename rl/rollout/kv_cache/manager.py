@@ -93,11 +93,7 @@ class KVCacheManager:
         return self.pool.free >= count
 
     def reserve(self, sequence: Sequence, length: int) -> list[PageCopy]:
-        """Give pages for all tokens up to `length`; returns the copies to make before the sequence writes.
-
-        Raises:
-            OutOfPages: fewer than `missing` pages are free.
-        """
+        """Give pages for `length` tokens; returns the copies to make before a write (OutOfPages: `missing` > free)."""
         fresh = self.pool.allocate(self.missing(sequence, length))
         copies: list[PageCopy] = []
         if self._writes_shared(sequence):

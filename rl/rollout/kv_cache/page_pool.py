@@ -27,14 +27,7 @@ class PagePool:
     """Reference counts of pages 1 to pages - 1. Not safe for use from several threads."""
 
     def __init__(self, pages: int):
-        """Make a pool.
-
-        Args:
-            pages: pages on the device, the null page included.
-
-        Raises:
-            UserError: there is no page beside the null page.
-        """
+        """Make a pool of so many pages, the null page included (UserError: there is no other)."""
         if pages < 2:
             raise UserError(f"RolloutEngine.pages is {pages}; expected 2 or more, since page 0 never holds a sequence")
         self._references = [0] * pages
@@ -78,11 +71,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add one reference to each page; a page named twice gets two.
-
-        Raises:
-            PageError: one of them is free; no reference was added.
-        """
+        """Add one reference to each page, two if it is named twice (PageError: one is free; none was added)."""
         for page in pages:
             if self.references(page) == 0:
                 raise PageError(f"page {page} is free and cannot be shared")
@@ -92,11 +81,7 @@ class PagePool:
                 self._notify(page, True)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page; a page without any becomes free.
-
-        Raises:
-            PageError: a page is free already. Those named before it were released.
-        """
+        """Drop a reference to each page, free without any (PageError: one is free already; those before it are)."""
         for page in pages:
             if self.references(page) == 0:
                 raise PageError(f"page {page} is free and cannot be released")

@@ -34,11 +34,7 @@ class AdapterBank:
     """The adapters of all slots. Slot 0 is the base model, and stays zero."""
 
     def __init__(self, limits: AdapterLimits, model: ConfigBase, mesh: Mesh, dtype: Any, *, stacked: bool):
-        """Make an empty bank for a model; `stacked` layers, as in `WeightLayout`.
-
-        Raises:
-            UserError: the model has no matrix that can be adapted.
-        """
+        """Make an empty bank, `stacked` as in `WeightLayout` (UserError: no matrix of the model can be adapted)."""
         self.limits, self.stacked = limits, stacked
         self._mesh, self._dtype = mesh, dtype
         built = build_abstract(plain_config(model))

@@ -43,11 +43,7 @@ class AdapterSlots:
         return dict(self._loaded)
 
     def find(self, name: str, where: str = "") -> LoadedAdapter:
-        """Return the adapter of this name; `where` begins the message if there is none.
-
-        Raises:
-            UserError: there is none; with the nearest name.
-        """
+        """Return the adapter of this name (UserError: begins with `where`, and has the nearest name)."""
         if name not in self._loaded:
             known = ", ".join(sorted(self._loaded)[:8]) or "none"
             raise UserError(
@@ -84,11 +80,7 @@ class AdapterSlots:
         return self._loaded[name], old
 
     def drop(self, name: str) -> LoadedAdapter:
-        """Take the name from an adapter, whose slot is free when its requests have ended.
-
-        Raises:
-            UserError: there is none of this name.
-        """
+        """Take the name from an adapter, whose slot is free when its requests have ended (UserError: none such)."""
         found = self.find(name)
         del self._loaded[name]
         return found

@@ -93,11 +93,7 @@ class ModelRunner:
         self.steps = jitted_steps(cfg, self._weights.graphdef, self.cache.layers, self.mesh, **kind)
 
     def _test_kernel(self, model: Any) -> dict[str, Any]:
-        """Return the sizes of the kernel and the figures of its self-test, as fields of an event; {}: there is none.
-
-        Raises:
-            KernelDisagrees: it computes something else than XLA.
-        """
+        """Return the kernel's sizes and its self-test's figures, for an event; {}: there is none (KernelDisagrees)."""
         if self.kernel is None:
             return {}
         described = self.kernel.described()
@@ -140,11 +136,7 @@ class ModelRunner:
         return self.cfg.tags
 
     def place(self, params: Params) -> Params:
-        """Return the trainer's parameters in the engine's layout.
-
-        Raises:
-            UserError: an array is missing, or has another shape.
-        """
+        """Return the trainer's parameters in the engine's layout (UserError: an array lacks, or has another shape)."""
         return self._weights.place(params)
 
     def install(self, params: Params) -> None:

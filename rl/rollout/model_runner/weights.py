@@ -204,11 +204,7 @@ def _factorised(
 
 
 def _calibration(stored: FactorisedWeights.Config, model: Any, longest: int) -> CalibrationRows | None:
-    """Return the rows of the source of calibration, each cut to `longest` tokens; None: there is none.
-
-    Raises:
-        UserError: there are no rows, or tokens that the model does not have.
-    """
+    """Return the rows of calibration, cut to `longest` tokens; None: no source (UserError: no rows, or bad tokens)."""
     if stored.calibration is None:
         return None
     source: Source = stored.calibration.build()

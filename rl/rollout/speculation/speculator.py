@@ -58,11 +58,7 @@ class Speculation(Configurable):
         self.counts = dict.fromkeys(("drafted_tokens", "accepted_tokens", "draft_dispatches", "draft_steps"), 0)
 
     def propose(self, sequences: Items[Sequence], *, rows: int, plain_rows: int) -> Drafts | None:
-        """Return drafts for a dispatch; None: it goes on better without.
-
-        Args:
-            plain_rows: rows of its shape without drafts.
-        """
+        """Return drafts for a dispatch; None: better without. `plain_rows`: rows of its shape without drafts."""
         chunk, length = chunk_of(self._cfg, rows), self._cfg.text
         if chunk < 2:
             return None

@@ -11,10 +11,7 @@ from rl.runtime.node.warm import NAME
 
 
 def end_orphans(run: RunDirectory) -> None:
-    """Kill the actors of a killed command or of a Ray that has died, which would write into the same run.
-
-    They would end by themselves within seconds.
-    """
+    """Kill actors of a killed command or dead Ray, which would write into the same run for seconds more."""
     orphans = find_orphans(run)
     for process in orphans:
         with contextlib.suppress(psutil.Error):

@@ -52,11 +52,7 @@ def adapter_limits(policy: ConfigBase[Any], policies: int) -> AdapterLimits:
 
 
 def adapter_source(policy: ConfigBase[Any], weights: ParameterServerClient, *, newest: bool = False) -> Prefetcher:
-    """Return the source of a policy's adapters: `take` gives an `Adapter`. `newest`: see `Prefetcher`.
-
-    Raises:
-        UserError: factors would be rounded on their way: rollouts say that of the base alone.
-    """
+    """Return the source of a policy's `Adapter`s; `newest`: see `Prefetcher` (UserError: a codec would round them)."""
     receiver = weights.receiver(factors_like(policy))
     if receiver.approximations:
         raise UserError(f"parameter_server.codec={weights.codec!r}: expected 'raw' or 'delta' with several policies")

@@ -17,10 +17,7 @@ from rl.training.spec import FirstVersion
 
 
 def check_memory(cfgs: Iterable[PolicyTrainingConfig[Any]], *, shared: bool) -> None:
-    """Refuse trainers of policies whose states together need more memory than a device has (UserError).
-
-    `shared`: they are adapters of one base.
-    """
+    """Refuse policies' trainers whose states exceed a device (UserError); `shared`: adapters of one base."""
     known: dict[str, tuple[Any, frozenset[str]]] = {}
     alike = Counter[str]()  # policies of one model and optimizer: an update may be of several of them
     found: list[tuple[Any, frozenset[str]]] = []

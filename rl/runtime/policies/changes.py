@@ -59,11 +59,7 @@ def changes_path(run: RunDirectory) -> Path:
 
 
 def read_changes(run: RunDirectory) -> PolicyChanges:
-    """Read what is wanted of the policies; rows of another form count for nothing.
-
-    Raises:
-        UserError: a line of the file is no JSON, or it cannot be read.
-    """
+    """Read what is wanted of the policies; rows of another form count for nothing (UserError: it cannot be read)."""
     joined, last = dict[str, dict[str, str]](), dict[str, Change]()
     for number, row in enumerate(read_rows(changes_path(run)), start=1):
         name, edits = row.get("policy"), row.get("edits")

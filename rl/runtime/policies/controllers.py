@@ -147,10 +147,7 @@ class Controllers:
     # ---- everyone
 
     def status(self) -> dict[str, Any]:
-        """Return `Controller.status` by policy in "policies", the sums of its counts, and who failed.
-
-        `stopped`: every policy has been stopped, or has failed.
-        """
+        """Return `Controller.status` by policy in "policies", sums of counts, who failed, and if all have stopped."""
         found = {name: controller.status() for name, controller in self._controllers.items()}
         first = next(iter(found.values()))
         counts = [name for name, value in first.items() if type(value) is int and name not in ("version", "evaluating")]

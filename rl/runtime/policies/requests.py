@@ -73,11 +73,7 @@ def add_policy(run: RunDirectory, name: str, edits: dict[str, str]) -> str:
 
 
 def stop_policy(run: RunDirectory, name: str) -> str:
-    """Ask a policy of a run to stop; returns a sentence that says when it does.
-
-    Raises:
-        UserError: the run's policies cannot change while it runs, there is no such policy, or it does not train.
-    """
+    """Ask a policy of a run to stop; returns a sentence that says when (UserError: it, or the run, cannot)."""
     with changing(run) as log:
         state = _state(run, _changeable(run), name)
         if state != "trains":

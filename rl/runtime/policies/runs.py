@@ -29,10 +29,7 @@ class PolicyRun:
 
 
 def policy_runs(experiment: RLExperiment, run: RunDirectory) -> list[PolicyRun]:
-    """Return the policies of an experiment by name, and those that have joined its run.
-
-    Their directories may not be there yet.
-    """
+    """Return an experiment's policies by name, and those that have joined; directories may not be there yet."""
     if not experiment.cfg.policies:
         return [PolicyRun("", experiment, run)]
     configs = policy_configs(with_joined(experiment.cfg, run))
@@ -47,11 +44,7 @@ class OpenRuns:
     """
 
     def __init__(self, experiment: RLExperiment, run: RunDirectory, stack: contextlib.ExitStack):
-        """Open the directories.
-
-        Raises:
-            RunDirectoryError: one of them belongs to another config, or cannot be written.
-        """
+        """Open the directories (RunDirectoryError: one is of another config, or cannot be written)."""
         self._experiment, self._run, self._stack = experiment, run, stack
         self._changes = JsonlTail(changes_path(run), from_end=True)
         self.parts = [self.open(part) for part in policy_runs(experiment, run)]
@@ -91,11 +84,7 @@ class ByPolicy[Part](dict[str, Part]):
 
 
 def role_of[Role](roles: Mapping[str, Role], policy: str) -> Role:
-    """Return the role of a policy.
-
-    Raises:
-        UserError: there is no policy of this name.
-    """
+    """Return the role of a policy (UserError: there is no policy of this name)."""
     if policy not in roles:
         raise UserError(f"there is no policy {policy!r}{did_you_mean(policy, roles)}")
     return roles[policy]

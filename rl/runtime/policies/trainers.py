@@ -117,10 +117,7 @@ class PolicyTrainers:
             self._try(name, trainer.start)
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> int:
-        """Update until the last step of each, and until its last version is evaluated; or until `stop()`. Saves.
-
-        Returns the updates completed.
-        """
+        """Update each to its last step and evaluation, or until `stop()`, and save; returns the updates completed."""
         with self:
             self.start()
             pause = _FIRST_PAUSE

@@ -22,11 +22,7 @@ _POLL = 0.1
 
 
 def check_machine(cfg: RLExperiment.Config) -> None:
-    """Check memory and the parameter server's port or, if the roles will run on a cluster, that the cluster is there.
-
-    Raises:
-        UserError: naming what is missing.
-    """
+    """Check memory and the server's port or, of a cluster, that it is there (UserError: names what is missing)."""
     if address := os.environ.get("RAY_ADDRESS"):
         # The head of a launched run starts Ray beside this process, and ends it if Ray does not start.
         check_cluster(address, wait=_STARTS if NODES_VARIABLE in os.environ else 0.0)
@@ -38,14 +34,7 @@ def check_machine(cfg: RLExperiment.Config) -> None:
 
 
 def check_cluster(address: str, wait: float = 0.0) -> None:
-    """Check that something listens at the address of a Ray cluster: Ray itself would try for many minutes.
-
-    Args:
-        wait: seconds that it may take to start.
-
-    Raises:
-        UserError: nothing does.
-    """
+    """Check that a Ray cluster answers within `wait` seconds: Ray itself would try for many minutes (UserError)."""
     host, separator, port = address.removeprefix("ray://").rpartition(":")
     if not separator or not port.isdigit():
         return None  # a name that Ray resolves, such as `auto`
@@ -65,13 +54,7 @@ def check_cluster(address: str, wait: float = 0.0) -> None:
 
 
 def check_memory(workers: int, available: int, trainers: int = 1) -> None:
-    """Check that the available bytes are enough for Ray and a small JAX process for each role.
-
-    `AXL_RAY_MEMORY_GIB` overrides the estimate, which knows nothing of the policy's size.
-
-    Raises:
-        UserError: they are not.
-    """
+    """Check memory for Ray and the roles, by estimate or AXL_RAY_MEMORY_GIB (UserError: there is too little)."""
     needed = needed_memory(workers, trainers)
     if available < needed:
         raise UserError(

@@ -124,10 +124,7 @@ class RemoteRole:
 
 
 def connect_reference(caller: str, actors: dict[str, Any], cfg: RLExperiment.Config, events: EventLog) -> Any:
-    """Connect `caller` to the leader of the reference role; None if there is none.
-
-    An answer may take as long as compiling takes.
-    """
+    """Connect `caller` to the reference's leader, whose answers may await a compilation; None: there is none."""
     if REFERENCE not in actors:
         return None
     limit = cfg.timeouts.batch

@@ -68,11 +68,7 @@ def session_folder() -> Path:
 
 
 def _start() -> str:
-    """Start Ray; return the directory of its session.
-
-    Raises:
-        SessionLost: one of its processes died on the way, or did not answer.
-    """
+    """Start Ray; returns its session's directory (SessionLost: a process died on the way, or did not answer)."""
     folder = _folder()
     try:
         with few_processes():

@@ -86,11 +86,7 @@ class GivenBatch(BatchSource):
 
 
 def changed(groups: list[Group], rewards: Mapping[Sample, float], dropped: Iterable[Sample]) -> list[Group]:
-    """Return a batch with other rewards, and with samples left out as if they could not be scored.
-
-    Raises:
-        UserError: the batch has no such prompt or sample.
-    """
+    """Return a batch with other rewards, and samples left out as if not scored (UserError: it has no such one)."""
     left = {**dict.fromkeys(dropped), **rewards}
     made: list[Group] = []
     for group in groups:

@@ -116,11 +116,7 @@ def read_durations(path: Path) -> Durations:
 
 
 def measured(run: Path) -> Durations:
-    """Return what the events of a run have measured: medians, without the first third, which compiles.
-
-    Raises:
-        UserError: the run has no generation or no update to measure.
-    """
+    """Return medians of a run's events, but for the first third, which compiles (UserError: nothing to measure)."""
     rows = read_rows(run / "events.jsonl")
     metrics = [row for row in read_rows(run / "metrics.jsonl") if row.get("phase") == "rl"]
     drawn, updates = timed(rows, "generate"), timed(rows, "update")

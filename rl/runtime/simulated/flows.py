@@ -45,11 +45,7 @@ class Flows:
         self.busy: dict[str, float] = {}  # link -> units that have passed
 
     def pass_through(self, path: Sequence[str], size: float, limit: float = math.inf) -> float:
-        """Wait until so many units have passed; returns the seconds that it took.
-
-        Raises:
-            UserError: there is no such path. LinkDown: a link of it went down.
-        """
+        """Wait until so many units have passed; returns the seconds (UserError: no such path; LinkDown: a link is)."""
         began = self._clock()
         if size <= 0:
             check_paths([path], self.capacities, [limit])

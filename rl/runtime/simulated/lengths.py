@@ -43,11 +43,7 @@ class AnswerLengths:
 
 
 def read_lengths(text: str, longest: int, seed: int = 0, growth: float = 0.0) -> AnswerLengths:
-    """Return the lengths of `lognormal:MEAN,SIGMA`, `fixed:TOKENS`, a file of numbers, or a run directory.
-
-    Raises:
-        UserError: it is none of these, or has lengths below 1 or beyond the limit; answers shrink to nothing.
-    """
+    """Return the lengths that `lognormal:MEAN,SIGMA`, `fixed:TOKENS`, a file or a run gives (UserError: none)."""
     if not (-1 < growth < math.inf):
         raise UserError(f"--growth {growth:g}: expected a share above -1, such as 0.5")
     kind, _, rest = text.partition(":")

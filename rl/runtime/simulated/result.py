@@ -105,11 +105,7 @@ def ettr(disturbed: Simulation) -> dict[str, Any]:
 
 
 def measured_ettr(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the ETTR of a real run by its events: the seconds of its updates undisturbed, over those that they took.
-
-    Raises:
-        UserError: it has too few updates that no kill has disturbed.
-    """
+    """Return a real run's ETTR: its updates' undisturbed seconds over those that they took (UserError: too few)."""
     updates = [row for row in rows if row["event"] == "update" and row["role"] == "trainer"]
     if not (calm := calm_intervals(rows)):
         raise UserError("ettr: no two updates follow each other undisturbed; expected a longer run, or fewer failures")

@@ -136,11 +136,7 @@ class SimulatedReceiver:
         self._worker, self._links, self._peers = worker, links, peer_to_peer and links.durations.cores is None
 
     def pull(self, version: int, timeout: float = 0.0) -> int:
-        """Wait for a version and its transfer; returns its number.
-
-        Raises:
-            WeightsError: not published, or no source is free, within `timeout` seconds.
-        """
+        """Wait for a version and its transfer; returns its number (WeightsError: no such one, or source, in time)."""
         clock = self._links.clock
         end = clock() + timeout
         manifest = self.directory.manifest(version, timeout)

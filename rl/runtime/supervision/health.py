@@ -37,11 +37,7 @@ class HealthMonitor:
             self._waits.begin(name)
 
     def check(self) -> list[str]:
-        """Collect answers and ask again; returns the roles whose processes have died since the last check.
-
-        Raises:
-            UserError: a role that the run needs has not started within `timeouts.restart`, or cannot.
-        """
+        """Collect answers and ask again; returns the roles that have died (UserError: a needed one cannot start)."""
         since = self._calls.clock() - self._calls.interval
         for name, actor in self._actors.items():
             if name not in self._asked and self._answered.get(name, since) <= since:

@@ -33,11 +33,7 @@ class ChatHistory(ChatTemplate):
 
     @override
     def encode(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Return the tokens of a conversation; the same request again has the same.
-
-        Raises:
-            UserError: it does not go on from the last answer.
-        """
+        """Return a conversation's tokens, the same for the same request (UserError: not on from the last answer)."""
         said = [dict(message) for message in messages]
         known = len(self._said)
         if self._talk is None:

@@ -104,11 +104,7 @@ class GenerationJob:
 
 
 def parse(body: Any, context: ServingContext, *, chat: bool) -> GenerationJob:
-    """Check a decoded body, all of it, before anything is generated.
-
-    Raises:
-        ApiError: 400 (404 for another model), naming the field.
-    """
+    """Check a decoded body, all of it, before anything is generated (ApiError: 400 or 404, names the field)."""
     fields = Fields(body)
     if (model := fields.take_text("model")) is None:
         raise fields.missing("model", repr(context.models.names[0]))

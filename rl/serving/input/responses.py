@@ -28,11 +28,7 @@ _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 
 
 def as_chat(body: Any) -> Json:
-    """Return the body of a chat. Fields that it has, too, and those of vLLM pass as they are.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """Return the body of a chat; its own fields and vLLM's pass as they are (ApiError: 400, names the field)."""
     fields = Fields(body)
     given = fields.take("input")
     if given is None:

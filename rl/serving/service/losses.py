@@ -134,11 +134,7 @@ def target_losses(logprobs: jax.Array, weights: jax.Array, live: jax.Array) -> j
 
 
 def loss_numbers(loss: str, config: Mapping[str, float | str]) -> dict[str, float]:
-    """Return the numbers of a loss, with its defaults.
-
-    Raises:
-        ServiceError: there is no such loss, it has no such setting, or a number is none that it can have.
-    """
+    """Return a loss's numbers, with its defaults (ServiceError: no such loss or setting, or no number for it)."""
     if (named := next((value for name, value in LOSSES.items() if name == loss), None)) is None:
         raise ServiceError(f"there is no loss {loss!r}{did_you_mean(loss, LOSSES)}")
     numbers = dict(named.numbers)

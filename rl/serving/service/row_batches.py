@@ -65,11 +65,7 @@ class WaitingRow:
 
 
 def rows_of_pass(index: int, job: TrainPass, limits: SlotLimits, vocab_size: int) -> list[WaitingRow]:
-    """Return the rows of a pass.
-
-    Raises:
-        ServiceError: it has none, a row is too long or has tokens that do not exist, or the loss cannot be computed.
-    """
+    """Return the rows of a pass (ServiceError: none, too long, unknown tokens, or a loss that cannot be computed)."""
     numbers, most, rows = loss_numbers(job.loss, job.config), limits.context_length, list[WaitingRow]()
     if not job.rows:
         raise ServiceError(f"model {job.model!r}: no rows; expected one or more")

@@ -52,11 +52,7 @@ class OpenSamplers:
                 file.unlink()
 
     def open(self, tenant: str, sampler: str, path: str | None) -> None:
-        """Open a sampler of saved weights, None: of the base; once, if it is asked again.
-
-        Raises:
-            UnknownId: the tenant has saved nothing there.
-        """
+        """Open a sampler of saved weights, None: of the base; once, if asked again (UnknownId: nothing is there)."""
         with self._lock:
             if sampler in self._open:
                 self._find(tenant, sampler)

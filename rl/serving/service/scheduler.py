@@ -161,11 +161,7 @@ class TrainScheduler:
                 del self._models[model]
 
     def add(self, model: str, number: int, work: Work) -> Future[Any]:
-        """Have work done when all smaller numbers are done; its result or error goes into the future of the number.
-
-        Raises:
-            UnknownId: there is no such model any more, or it ends.
-        """
+        """Have work done after all smaller numbers, for the number's future (UnknownId: no model, or it ends)."""
         with self._changed:
             queue = self._models.get(model)
             if queue is None or queue.ending is not None:

@@ -94,10 +94,7 @@ class AdapterService:
         return [self._tasks.end(tenant, model, _END) for model in own]
 
     def recall(self, tenant: str, owner: str, seq: int) -> Future[Outcome] | None:
-        """Return the future of an accepted request of a model or sampler; None: there is none.
-
-        Samples are forgotten when the service is killed: clients ask again.
-        """
+        """Return the future of an accepted request, a sample's not after a kill; None: there is none."""
         found: Any = self._tasks.scheduler.recall(tenant, owner, seq) or self.samplers.recall(tenant, owner, seq)
         return found
 

@@ -81,11 +81,7 @@ class TrainingSlots:
         return tuple(self._models)
 
     def create(self, model: str, spec: LoraSpec) -> None:
-        """Give a model a slot: factors a are random by the spec's seed, uniform as PEFT draws them, and b are zero.
-
-        Raises:
-            ServiceError: the name is taken, no slot is free, the rank is too large, or the spec adapts nothing.
-        """
+        """Give a model a slot: factors a uniform by its seed, as PEFT draws them, b zero (ServiceError: why not)."""
         if model in self._models:
             raise ServiceError(f"model {model!r} has a slot already")
         known = self._adapted(spec)

@@ -9,11 +9,7 @@ from mesh.files.written import replace_file
 
 
 def check_unchanged(run: Path, digests: Mapping[str, str], *, force: bool = False) -> None:
-    """Record checksums of the tasks' data in a run directory, or compare them with those recorded.
-
-    Raises:
-        UserError: the rows of a task are others than when the run began; not with `force`, which records the new ones.
-    """
+    """Record checksums of the tasks' data in a run, or compare (UserError: others; `force`: they are recorded)."""
     path = run / "data.json"
     if path.exists() and not force:
         before = json.loads(path.read_text())

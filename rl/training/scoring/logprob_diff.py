@@ -53,10 +53,7 @@ def difference_bounds(dtype: str, codec: str, approximations: Sequence[str] = ()
 
 
 def make_logprobs(graphdef: nnx.GraphDef[Any], spec: UpdateSpec, *, routed: bool = True) -> Any:
-    """Return the jitted log-probabilities by the forward pass and the head of the update.
-
-    `routed`: by the recorded experts.
-    """
+    """Return jitted log-probabilities by the update's pass and head; `routed`: by the recorded experts."""
 
     def logprobs(params: Params, batch: Mapping[str, jax.Array]) -> jax.Array:
         known = batch if routed else {name: x for name, x in batch.items() if name != "routing"}

@@ -21,11 +21,7 @@ class SavedVersions:
         return self._folder / str(version)
 
     def keep(self, version: int) -> bool:
-        """Keep a version; False while its checkpoint is still written.
-
-        Raises:
-            UserError: it is neither kept nor among the checkpoints, which are of later versions.
-        """
+        """Keep a version; False while its checkpoint is written (UserError: neither kept nor among checkpoints)."""
         if self.path(version).exists():
             return True
         steps = list_steps(self._checkpoints) if self._checkpoints.is_dir() else []

@@ -110,11 +110,7 @@ class CallFilterError(OSError):
 
 
 def program(machine: str) -> bytes:
-    """Return the filter of a machine ("x86_64", "aarch64") as BPF instructions of 8 bytes.
-
-    Raises:
-        CallFilterError: there is no table of its calls.
-    """
+    """Return the filter of "x86_64" or "aarch64" as BPF, 8 bytes an instruction (CallFilterError: another)."""
     if machine not in _MACHINES:
         raise CallFilterError(errno.ENOSYS, f"no filter of system calls for {machine}; expected x86_64 or aarch64")
     architecture, column = _MACHINES[machine]
@@ -163,11 +159,7 @@ class CallFilter:
             raise CallFilterError(errno.ENOSYS, "no seccomp filters in this kernel")
 
     def load(self) -> None:
-        """Filter the calls of this process and its children from now on; they may gain no privileges.
-
-        Raises:
-            CallFilterError: it is refused.
-        """
+        """Filter the calls of this process and its children, without new privileges (CallFilterError: refused)."""
         if (code := self._set(ctypes.byref(self._program))) != 0:
             raise CallFilterError(code, f"the filter of system calls: {os.strerror(code)}")
 

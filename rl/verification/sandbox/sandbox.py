@@ -47,11 +47,7 @@ class Sandbox(Closing, Configurable):
         return self._isolation
 
     def run_script(self, source: str, stdin: str, *, deadline_s: float | None = None) -> Outcome:
-        """Run a program on its standard input; it passes if its exit status is 0.
-
-        Raises:
-            SandboxError: there is no sandbox.
-        """
+        """Run a program on its standard input; exit status 0 passes (SandboxError: there is no sandbox)."""
         read_end, write_end = os.pipe()
         with os.fdopen(read_end, "rb") as output, tempfile.TemporaryFile() as given:
             given.write(stdin.encode("utf-8", "replace"))

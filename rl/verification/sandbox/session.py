@@ -112,11 +112,7 @@ class InterpreterSession(Closing):
             return reply, late, time.monotonic() - began
 
     def begin(self) -> "PartialInput":
-        """Begin an input that comes in parts; no other may run before it is committed or discarded.
-
-        Raises:
-            SandboxError: there is no sandbox.
-        """
+        """Begin an input in parts; no other runs before it is committed or discarded (SandboxError: no sandbox)."""
         found = PartialInput(self, self._host.limits)
         found.ask({"begin": True})
         return found
@@ -149,11 +145,7 @@ class PartialInput:
         self.ask({"part": code})
 
     def finish(self, code: str) -> Outcome:
-        """Run the rest of the whole code; returns what `run` would.
-
-        Raises:
-            Discarded: something else was run, or it did not end by itself.
-        """
+        """Run the rest of the code; returns what `run` would (Discarded: something else ran, or it did not end)."""
         reply = self.ask({"whole": code})
         if "output" not in reply:
             self.discard()

@@ -17,11 +17,7 @@ _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozens
 
 
 def encode(value: Any) -> Any:
-    """Return a value as what JSON can hold; subclasses become their plain kind, numpy's numbers and arrays likewise.
-
-    Raises:
-        TypeError: it is not data.
-    """
+    """Return a value as JSON holds it; subclasses and numpy's become their plain kind (TypeError: it is not data)."""
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):
@@ -42,11 +38,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that was encoded; of built-in types alone.
-
-    Raises:
-        ValueError, TypeError: it was not written by `encode`.
-    """
+    """Return the value that was encoded, of built-in types alone (ValueError, TypeError: not by `encode`)."""
     if not isinstance(value, dict):
         if isinstance(value, list):
             raise ValueError("a bare list")
@@ -72,11 +64,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """Receive a frame; None at the end of the connection.
-
-    Raises:
-        ValueError: it is too long, or not JSON. TimeoutError: the socket's timeout has passed.
-    """
+    """Receive a frame; None: the end (ValueError: too long, or not JSON; TimeoutError: that of the socket)."""
     header = _exactly(connection, _LENGTH.size)
     if header is None:
         return None

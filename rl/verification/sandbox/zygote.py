@@ -104,11 +104,7 @@ class _Zygote:
         self._others = 0, -1.0  # processes of this user elsewhere, and when they were counted
 
     def check(self) -> None:
-        """Try the walls in a process of their own.
-
-        Raises:
-            IsolationError: it could not put them up, or cannot read Python's own files behind them.
-        """
+        """Try the walls in a process of their own (IsolationError: not put up, or Python's files are not readable)."""
         if self._walls.files is None:
             return
         ours, theirs = os.pipe()

@@ -62,11 +62,7 @@ class MathVerifier(RowScorer):
         return float(verdict.equal)
 
     def explain(self, answer: str, reference: str, question: str = "") -> tuple[Reading, Reading, Verdict]:
-        """Return how an answer and a reference are read, and the verdict with its reason.
-
-        Raises:
-            ValueError: the reference is empty.
-        """
+        """Return how answer and reference are read, and the verdict with its reason (ValueError: no reference)."""
         if not reference.strip():
             raise ValueError("the reference is empty")
         given, wanted = final_text(answer[-_LONGEST:]), final_text(reference)

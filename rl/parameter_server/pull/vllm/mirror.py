@@ -48,11 +48,7 @@ class VllmServer:
         self.url, self._timeout = url.rstrip("/"), timeout
 
     def label(self) -> str | None:
-        """Return the label of the weights in the server; None: nobody answers there.
-
-        Raises:
-            UserError: the server has no weight routes.
-        """
+        """Return the label of the server's weights; None: nobody answers (UserError: it has no weight routes)."""
         try:
             return str(self._call("weight_info", post=False).get("weight_version"))
         except urllib.error.HTTPError as error:

@@ -53,11 +53,7 @@ class PageForm:
         return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in self.arrays)
 
     def pack(self, page: Page) -> StoredPage:
-        """Return the page as bytes: a length and a blob for each array, then the record with its shape and type.
-
-        Raises:
-            WeightsError: the codec cannot encode an array, as int8 cannot encode infinities.
-        """
+        """Return the page as bytes: length and blob of each array, then its record (WeightsError: not encodable)."""
         parts: list[Blob] = []
         for array in page.arrays:
             blob = self.codec.encode(array)

@@ -42,11 +42,7 @@ class GroupReceiver:
         return self._receiver.approximations
 
     def pull(self, version: int, timeout: float = 0.0) -> Pulled:
-        """Return a version, waiting up to `timeout` seconds for all of its shards.
-
-        Raises:
-            WeightsError: not available in time to some process, damaged, or of other shapes than the policy's.
-        """
+        """Return a version, within `timeout` seconds (WeightsError: late to some process, damaged, or another's)."""
         end = time.monotonic() + timeout
         while True:
             manifest = self.directory.manifest(version, max(0.0, end - time.monotonic()))
@@ -58,11 +54,7 @@ class GroupReceiver:
                 time.sleep(_PAUSE)
 
     def place(self, pulled: Pulled, executor: Executor) -> PlacedWeights:
-        """Verify and place a version in all processes; for the thread of the engine.
-
-        Raises:
-            WeightsError: its contents are not what the trainer had.
-        """
+        """Verify and place a version in all processes, in the engine's thread (WeightsError: not the trainer's)."""
         key = pulled.manifest.key
         self._waiting.remove(key)
         executor.order_place(key)

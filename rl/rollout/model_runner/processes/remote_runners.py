@@ -48,11 +48,7 @@ class RemoteRunners:
 
     @classmethod
     def meet(cls, processes: ProcessGroup, token: str, tls: Tls | None = None) -> Self:
-        """Connect to all other processes of the group, which call `RemoteRunner.meet`.
-
-        Raises:
-            TimeoutError: one did not come within the group's limit; the message names it.
-        """
+        """Connect to the group's processes, which call `RemoteRunner.meet` (TimeoutError: names the late one)."""
         jax.devices()  # no process has devices until all open theirs, and a remote runner does before it listens
         role, authority = processes.name, None if tls is None else tls.authority
         found = processes.gather(None)[1:]

@@ -128,11 +128,7 @@ def _is_known(pod_type: str) -> bool:
 
 
 def check_capacity(requests: Iterable[RoleRequest], nodes: Sequence[Node]) -> None:
-    """Check that the cluster has the devices of a fleet, whether or not they are free now.
-
-    Raises:
-        UserError: it has not; with the arithmetic.
-    """
+    """Check that the cluster has the devices of a fleet, free or not (UserError: with the arithmetic)."""
     alive = [node for node in nodes if node["Alive"]]
     asked: dict[tuple[str, str], list[RoleRequest]] = {}
     for request in requests:

@@ -86,10 +86,7 @@ def _side(cfg: RLExperiment.Config, kind: str, name: str) -> dict[str, Any]:
 
 
 def _node(cfg: RLExperiment.Config, kind: str, name: str) -> dict[str, Any]:
-    """Assign processes without devices of their own to the nodes in turn, or to another when lost.
-
-    Ray's own SPREAD strategy is random.
-    """
+    """Assign processes without own devices to nodes in turn, or others when lost; Ray's SPREAD is random."""
     names = [name for group in process_groups(cfg).get(kind, []) for name in group]
     if name in sum(spare_names(cfg).values(), []):
         return {

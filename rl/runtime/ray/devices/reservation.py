@@ -230,11 +230,7 @@ class DeviceWait:
         return max(self._deadline - time.monotonic(), 1.0)
 
     def until(self, attempt: Callable[[], bool], role: str) -> None:
-        """Repeat an attempt to get the devices of a role, which itself waits a little, until it succeeds.
-
-        Raises:
-            UserError: it did not within `timeouts.restart`. Stopped: the run was stopped.
-        """
+        """Repeat `attempt`, which waits a little, until a role has its devices (UserError: not in time; Stopped)."""
         while not attempt():
             self._check()
             if self._stop():
@@ -257,11 +253,7 @@ def _free() -> str:
 
 
 def refuse_accelerators(requests: Mapping[str, RoleRequest]) -> None:
-    """Refuse a cluster with accelerators where no fleet is described: all roles of a host would open all of its own.
-
-    Raises:
-        UserError: it has some.
-    """
+    """Refuse accelerators where no fleet is described: all roles of a host would open all of its own (UserError)."""
     if "trainer" in requests or os.environ.get("JAX_PLATFORMS") == "cpu":
         return
     if found := accelerators(ray.nodes()):

@@ -37,11 +37,7 @@ def calibrated_run(run: Path, cores: float) -> Durations:
 
 
 def calibrated(run: Path, cfg: RLExperiment.Config, cores: float, lengths: AnswerLengths) -> Durations:
-    """Return the durations by which a run of this config took the time that it did, on so many cores.
-
-    Raises:
-        UserError: the run has nothing to measure.
-    """
+    """Return the durations by which a run of this config took as long on so many cores (UserError: no updates)."""
     rows, metrics = read_rows(run / "events.jsonl"), read_rows(run / "metrics.jsonl")
     found = dataclasses.replace(measured(run), cores=cores)
     wanted, period = _seconds(rows), period_of(metrics, len(metrics) // 3)
@@ -109,10 +105,7 @@ def _cores(rows: Sequence[Mapping[str, Any]], event: str) -> float:
 
 
 def _between(rows: Sequence[Mapping[str, Any]], *events: str) -> list[tuple[float, float]]:
-    """Return the CPU seconds of a process between events of these kinds, each with the rollouts of the first.
-
-    Those of other events between them are not in it.
-    """
+    """Return a process's CPU seconds between such events, others' aside, with the rollouts of the first."""
     ends, since, found = dict[str, tuple[float, float]](), dict[str, float](), list[tuple[float, float]]()
     for row in (row for row in rows if "cpu_seconds" in row):
         role = row["role"]

@@ -28,11 +28,7 @@ def _read_price(edit: str) -> tuple[str, float]:
 
 
 def priced(durations: Durations, fleet: Fleet, prices: Mapping[str, float]) -> Durations:
-    """Return durations with the prices of a fleet; the trainer's has the reference's in it.
-
-    Raises:
-        UserError: a chip of it has none.
-    """
+    """Return durations with a fleet's prices, the trainer's with the reference's (UserError: a chip has none)."""
     dollars = {role: _price(role, devices, prices) for role, devices in _roles(fleet).items()}
     worker = dollars.pop("workers", 0.0)
     return dataclasses.replace(durations, trainer_price=sum(dollars.values()), worker_price=worker)

@@ -20,11 +20,7 @@ _MINUTE_MS = 60_000
 
 
 def read_counts(text: str, where: str) -> Counts | None:
-    """Return the counts of a published trace; None: the text is of another form.
-
-    Raises:
-        UserError: names the line or entry: no count, times out of order, or no instance at any time.
-    """
+    """Return a published trace's counts; None: another form (UserError: names the line or entry that is wrong)."""
     if text.lstrip().startswith("{") and '"gap_seconds"' in text:
         found = _of_skypilot(text, where)
     elif text[:1].isdigit():

@@ -86,11 +86,7 @@ class RequestJournal:
         return self.size - self._compacted
 
     def append(self, record: JournalRecord, *, wait: bool = True) -> None:
-        """Append a record, and return when it is on disk; `wait=False`: at once, for it may be lost.
-
-        Raises:
-            OSError: it could not be written, and is not there.
-        """
+        """Append a record; returns when it is on disk or, not `wait`, at once (OSError: it is not there)."""
         self._append(record.encode(), wait)
 
     def flush(self) -> None:

@@ -50,11 +50,7 @@ class ProtobufCodec:
         return message
 
     def content(self, message: pb.ForwardBackwardRequest, model: str) -> TrainPass:
-        """Return what a message asks for.
-
-        Raises:
-            ServiceError: names the datum and the field whose bytes are no array; what arrays hold is not checked.
-        """
+        """Return what a message asks for (ServiceError: bytes are no array; names them. Contents are not checked)."""
         rows = tuple(self._datum(datum, f"datum {index}") for index, datum in enumerate(message.data))
         config: dict[str, Any] = dict(message.loss_fn_config)  # settings of older clients
         for name, value in message.loss_fn_config_v2.items():

@@ -76,11 +76,7 @@ def check_optimizer(value: Any) -> None:
 
 
 def lora_spec(value: Any, model: str, base: BaseFacts) -> LoraSpec:
-    """Return the adapter that `lora_config` asks for; without a seed it has one of the model's id.
-
-    Raises:
-        ApiError: names the field.
-    """
+    """Return the adapter of `lora_config`, without a seed with one of the model's id (ApiError: names the field)."""
     fields = Fields({} if value is None else value, "lora_config")
     rank = fields.take_int("rank", 1, base.max_rank, f", the largest rank of this service's {base.name!r}")
     seed = fields.take_int("seed", -LARGEST - 1, LARGEST)

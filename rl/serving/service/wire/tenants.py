@@ -32,11 +32,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_keys(given: Iterable[str], file: Path | None = None) -> dict[str, str]:
-    """Return {tenant: key} of `NAME=KEY` texts and of the lines of a file.
-
-    Raises:
-        UserError: no name, no key that the client would send, or one of them twice.
-    """
+    """Return {tenant: key} of `NAME=KEY` texts and lines of a file (UserError: no name, no key, or one twice)."""
     lines = [(text, f"--key number {number}") for number, text in enumerate(given, 1)]  # a key is never shown
     if file is not None:
         try:
