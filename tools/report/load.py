@@ -323,11 +323,7 @@ def find_run(path: str | os.PathLike[str]) -> Path:
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
-    """Read a run directory.
-
-    Raises:
-        UserError: It is none, or cannot be read (see `find_run`).
-    """
+    """Read a run directory (UserError: it is none, or cannot be read (see `find_run`))."""
     folder, notes = find_run(path), list[str]()
     try:
         config = read_part(folder / "config.txt", notes)

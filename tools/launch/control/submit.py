@@ -22,10 +22,7 @@ def submit(
     bundle: Bundle | None,
     say: Say,
 ) -> None:
-    """Submit a run, or resume one that has ended or was lost.
-
-    Args:
-        files: texts of the submission by name.
+    """Submit a run, or resume one that has ended or was lost; `files`: texts of the submission by name.
 
     Raises:
         UserError: the cluster refuses something, or the run is active. Nothing of this submission is left.

@@ -61,12 +61,9 @@ class Storage:
 
 
 def parse_storage(text: str, mounted: bool = True) -> Storage:
-    """Parse `gs://BUCKET[/FOLDER]`, `pvc:CLAIM[/FOLDER]` or `dir:PATH`.
+    """Parse `gs://BUCKET[/FOLDER]`, `pvc:CLAIM[/FOLDER]` or `dir:PATH` (UserError: it is none of them).
 
     `mounted` is False where processes see a folder at its own path, as under Slurm.
-
-    Raises:
-        UserError: it is none of them.
     """
     if text.startswith("dir:") and len(text) > 4:
         directory = local_path(text.removeprefix("dir:"), "launch.storage").resolve()
