@@ -31,7 +31,12 @@ class OfferedState(NamedTuple):
 
 
 class Member:
-    """One process of an elastic run, as the others see it."""
+    """One process of an elastic run, as the others see it.
+
+    Attributes:
+        view: the view in force, which may be about to change.
+        over: True once all members have ended.
+    """
 
     def __init__(self, index: int, coordinator: Address, key: bytes, *, patience: float = 60.0):
         """Connect to the coordinator, but do not take part yet.
@@ -44,10 +49,10 @@ class Member:
         """
         self.index, self._key, self._patience = index, key, patience
         self._condition = threading.Condition()
-        self._epoch, self._view = 0, Membership(-1, ())  # apart: there is a change to agree on
+        self._epoch, self.view = 0, Membership(-1, ())  # apart: there is a change to agree on
         self._mail: dict[tuple[Any, ...], Message] = {}
         self._offer: tuple[int, OfferedState] | None = None
-        self._over = self._cut_off = False
+        self.over = self._cut_off = False
         self._peers: dict[Address, Channel] = {}
         self._listener = Listener(key, self._serve)
         self._control = connect(coordinator, key, timeout=_CONNECT)
@@ -60,26 +65,16 @@ class Member:
 
     def is_leader(self) -> bool:
         """True in the member that writes logs and checkpoints."""
-        return bool(self._view.members) and self._view.members[0].index == self.index
-
-    @property
-    def view(self) -> Membership:
-        """The view in force, which may be about to change."""
-        return self._view
+        return bool(self.view.members) and self.view.members[0].index == self.index
 
     def ends_after(self, step: int) -> bool:
         """Return True if the run is to end with the state after so many updates."""
-        return self._view.stop and (self._view.last is None or step >= self._view.last)
+        return self.view.stop and (self.view.last is None or step >= self.view.last)
 
     @property
     def changed(self) -> bool:
         """True if the view in force is to be agreed on again."""
-        return self._epoch != self._view.epoch
-
-    @property
-    def over(self) -> bool:
-        """True once all members have ended."""
-        return self._over
+        return self._epoch != self.view.epoch
 
     def agree(self, step: int | None, offer: Callable[[], OfferedState] | None = None) -> Membership:
         """Return the view in force; after a change the new one, which all have agreed on.
@@ -93,16 +88,16 @@ class Member:
                 epoch = self._epoch
             self._tell("ready", epoch=epoch, step=step)
             with self._condition:
-                self._wait(lambda epoch=epoch: self._view.epoch == epoch or self._epoch != epoch, None)
-                self._mail = {key: message for key, message in self._mail.items() if key[0] >= self._view.epoch}
-            view = self._view
+                self._wait(lambda epoch=epoch: self.view.epoch == epoch or self._epoch != epoch, None)
+                self._mail = {key: message for key, message in self._mail.items() if key[0] >= self.view.epoch}
+            view = self.view
             behind = view.epoch == epoch and len(view.sources) < len(view.members)
             if offer is not None and behind and step == view.newest:
                 sent = offer()
                 with self._condition:
                     self._offer = (epoch, sent)
                     self._condition.notify_all()
-        return self._view
+        return self.view
 
     def sum(
         self, view: Membership, step: int, have: dict[Node, tuple[np.ndarray, Any]], add: Callable[[Any, Any], Any]
@@ -147,7 +142,7 @@ class Member:
     def completed(self, step: int) -> None:
         """Tell that an update is made: nobody needs the state before it any more."""
         self._offer = None
-        self._tell("step", epoch=self._view.epoch, step=step)
+        self._tell("step", epoch=self.view.epoch, step=step)
 
     def fetch(self, view: Membership) -> OfferedState:
         """Return the newest state, from all members that have it, each a part of its arrays.
@@ -202,7 +197,7 @@ class Member:
     def wait(self, seconds: float) -> None:
         """Wait until something changes, or for so many seconds."""
         with self._condition:
-            self._wait(lambda: self.changed or self._over, seconds)
+            self._wait(lambda: self.changed or self.over, seconds)
 
     def close(self) -> None:
         """Leave; the others go on."""
@@ -224,9 +219,9 @@ class Member:
                     if message["kind"] == "changed":
                         self._epoch = max(self._epoch, message["epoch"])
                     elif message["kind"] == "view":
-                        self._view = Membership.from_json(message["view"])
+                        self.view = Membership.from_json(message["view"])
                     else:
-                        self._over = True
+                        self.over = True
                     self._condition.notify_all()
         except FAILURES:
             with self._condition:
@@ -245,7 +240,7 @@ class Member:
                 self._send_state(channel, header)
                 continue
             with self._condition:
-                if header["epoch"] >= self._view.epoch:
+                if header["epoch"] >= self.view.epoch:
                     key = (header["epoch"], header["step"], header["kind"], header["index"])
                     self._mail[key] = (header, arrays)
                     self._condition.notify_all()

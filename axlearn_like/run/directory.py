@@ -34,6 +34,13 @@ class RunDirectory(Closing):
 
     def __init__(self, path: Path, mirror: RunMirror | None = None):
         self.path, self._mirror = path, mirror
+        self.config_path = path / "config.txt"  # config as text
+        self.resolved_config_path = path / "config_resolved.txt"  # the same with the values that parents set
+        self.metrics_path = path / "metrics.jsonl"  # rows of metrics.py
+        self.events_path = path / "events.jsonl"  # rows of events.py
+        self.checkpoints = path / "checkpoints"
+        self.rollouts = path / "rollouts"  # samples for people to read
+        self.lock_path = path / "run.lock"  # lock, with the process that holds it
         self._before: Before | None = None  # None once the opening command has had an effect
         self.force = False
         self.forced = False  # True if this opening has replaced the config
@@ -107,11 +114,6 @@ class RunDirectory(Closing):
         """Return True if copies to the bucket have failed for good, so that the run should end; `close` says why."""
         return self._mirror is not None and self._mirror.error is not None
 
-    @property
-    def config_path(self) -> Path:
-        """The config as text."""
-        return self.path / "config.txt"
-
     def read_config(self) -> str:
         """Return the text of the recorded config; not of one that a killed command has forced, if nothing came of it.
 
@@ -124,36 +126,6 @@ class RunDirectory(Closing):
             return read_text(self.config_path) if before is None else before
         except (OSError, UnicodeDecodeError) as error:
             raise RunDirectoryError(f"cannot read {self.config_path}: {error}") from error
-
-    @property
-    def resolved_config_path(self) -> Path:
-        """The config with the values that parents set at build; for people to read."""
-        return self.path / "config_resolved.txt"
-
-    @property
-    def metrics_path(self) -> Path:
-        """Rows of metrics.py."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events_path(self) -> Path:
-        """Rows of events.py."""
-        return self.path / "events.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def rollouts(self) -> Path:
-        """Folder of samples for people to read."""
-        return self.path / "rollouts"
-
-    @property
-    def lock_path(self) -> Path:
-        """The lock, with the process that holds it."""
-        return self.path / "run.lock"
 
     @override
     def close(self) -> None:

@@ -15,8 +15,9 @@ class LaunchedApi(Protocol):
         ...
 
     def clean(self, run: str) -> Sequence[str]:
-        """Delete what else belongs to a run, but not its results; return names."""
-        ...
+        """Delete what else belongs to a run, but not its results; return names. Default: there is nothing else."""
+        del run
+        return []
 
     def jobsets(self, run: str) -> list[Object]:
         """Return the JobSets of a run."""
@@ -27,8 +28,9 @@ class LaunchedApi(Protocol):
         ...
 
     def events(self, run: str) -> list[Object]:
-        """Return what the cluster reports about the objects of a run."""
-        ...
+        """Return what the cluster reports about the objects of a run. Default: nothing."""
+        del run
+        return []
 
     def log(self, pod: str, lines: int) -> str:
         """Return the last lines of a Pod's output."""
@@ -66,16 +68,14 @@ def terminal(jobset: Object) -> str:
 
 def exit_status(pod: Object) -> int | None:
     """Return the exit status of a Pod that has ended."""
-    for one in pod.get("status", {}).get("containerStatuses", ()):
-        ended = one.get("state", {}).get("terminated")
-        if ended is not None:
-            return ended["exitCode"]
-    return None
+    return None if (ended := _ended(pod)) is None else ended["exitCode"]
 
 
 def finished_at(pod: Object) -> str:
     """Return when a Pod ended, in an order; empty: it has not."""
-    for one in pod.get("status", {}).get("containerStatuses", ()):
-        if (ended := one.get("state", {}).get("terminated")) is not None:
-            return str(ended.get("finishedAt", ""))
-    return ""
+    return str((_ended(pod) or {}).get("finishedAt", ""))
+
+
+def _ended(pod: Object) -> Object | None:
+    states = (one.get("state", {}) for one in pod.get("status", {}).get("containerStatuses", ()))
+    return next((state["terminated"] for state in states if state.get("terminated") is not None), None)

@@ -15,7 +15,7 @@ from typing import Any
 
 from mesh.errors import UserError
 from mesh.files.written import replace_file
-from tools.launch.control.api import Object
+from tools.launch.control.api import ClusterApi, Object
 from tools.launch.kubernetes.names import check_label
 from tools.launch.local.cluster import LOCK, LOG, SECRETS, STATUS, WANTED, locked, mark_of, temporary_of
 from tools.launch.local.manifest import read_jobset
@@ -31,7 +31,7 @@ _RAY_NAMES = {"tpu7x": "v7x"}
 _PORTS = range(20_000, 30_000)  # ports below the ephemeral ones
 
 
-class LocalCluster:
+class LocalCluster(ClusterApi):
     """Cluster of one run; `folder` is `launch/cluster` in its run directory."""
 
     def __init__(self, run_dir: Path, plan: LaunchPlan | None = None):
@@ -144,11 +144,6 @@ class LocalCluster:
         """Return the Pods."""
         del run
         return self._status().get("pods", [])
-
-    def events(self, run: str) -> list[Object]:
-        """Return nothing: this cluster has room for all."""
-        del run
-        return []
 
     def launch_text(self, run: str) -> str:
         """Return the config of the submission."""

@@ -6,11 +6,11 @@ import ssl
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from urllib.parse import urlencode
 
 from mesh.errors import UserError
-from tools.launch.control.api import ROLE, Object
+from tools.launch.control.api import ROLE, LaunchedApi, Object
 from tools.launch.kubernetes.client import Client
 from tools.launch.kubernetes.kubeconfig import Access
 from tools.launch.launch import Launch
@@ -51,10 +51,9 @@ class GoogleAccess(Access):
 
 
 _BUCKETS = "https://storage.googleapis.com"
-_STATES = {"ACTIVE": "Running"}
 
 
-class QueuedResources:
+class QueuedResources(LaunchedApi):
     """The queued resources of a project in a zone."""
 
     def __init__(self, client: Client, where: str, say: Callable[[str], None], buckets: str = _BUCKETS):
@@ -87,11 +86,6 @@ class QueuedResources:
         for name in names:
             self.keeper(name).delete()
 
-    def clean(self, run: str) -> Sequence[str]:
-        """Return nothing: there is nothing beside the resource."""
-        del run
-        return []
-
     def jobsets(self, run: str) -> list[Object]:
         """Return the resource in the form of a JobSet."""
         state, why = self.keeper(run).state()
@@ -106,16 +100,10 @@ class QueuedResources:
 
     def pods(self, run: str) -> list[Object]:
         """Return the machines as one Pod, once they are there."""
-        state, _ = self.keeper(run).state()
-        if state not in _STATES:
+        if self.keeper(run).state()[0] != "ACTIVE":
             return []
         labels = {"jobset.sigs.k8s.io/jobset-name": run}
-        return [{"metadata": {"name": run, "labels": labels}, "status": {"phase": _STATES[state]}}]
-
-    def events(self, run: str) -> list[Object]:
-        """Return nothing."""
-        del run
-        return []
+        return [{"metadata": {"name": run, "labels": labels}, "status": {"phase": "Running"}}]
 
     def log(self, pod: str, lines: int) -> str:
         """Say where the logs are."""

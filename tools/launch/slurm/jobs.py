@@ -6,12 +6,12 @@ A job that is no longer queued is known to sacct where the cluster keeps account
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from mesh import UserError
 from tools.launch.bundle import Bundle
-from tools.launch.control.api import ROLE, Object
+from tools.launch.control.api import ROLE, LaunchedApi, Object
 from tools.launch.launch import Launch
 from tools.launch.plan import LaunchPlan
 from tools.launch.submission import SUBMIT, write
@@ -21,7 +21,7 @@ _ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQU
 _ENDS = 300.0  # seconds that jobs have to save, before the command returns all the same
 
 
-class SlurmJobs:
+class SlurmJobs(LaunchedApi):
     """Jobs whose scripts are in a run directory."""
 
     def __init__(self, run_dir: Path):
@@ -42,11 +42,6 @@ class SlurmJobs:
             if time.monotonic() > deadline:
                 raise UserError(f"{', '.join(left)} were cancelled, and have not ended after {_ENDS:.0f} s")
             time.sleep(1.0)
-
-    def clean(self, run: str) -> Sequence[str]:
-        """Return nothing: there is nothing beside the jobs."""
-        del run
-        return []
 
     def jobsets(self, run: str) -> list[Object]:
         """Return the newest job of each script in the form of a JobSet (UserError: Slurm knows none)."""
@@ -81,11 +76,6 @@ class SlurmJobs:
             if (self._log(f"{name}-{number}")).is_file():
                 found.append({"metadata": {"name": f"{name}-{number}", "labels": labels}, "status": status})
         return found
-
-    def events(self, run: str) -> list[Object]:
-        """Return nothing."""
-        del run
-        return []
 
     def log(self, pod: str, lines: int) -> str:
         """Return the last lines of a job's output."""
