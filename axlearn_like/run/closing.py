@@ -1,7 +1,6 @@
 """The base of what is held until `close`: files, locks, processes."""
 
 import abc
-from types import TracebackType
 from typing import Self
 
 
@@ -15,7 +14,5 @@ class Closing(abc.ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()

@@ -9,7 +9,6 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, override
 
 from axlearn_like.config import strip_comments
@@ -147,9 +146,7 @@ class RunDirectory(Closing):
                     file.truncate(0)
 
     @override
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Release the lock; a command that was refused before its first update leaves the directory as it was."""
         if kind is None:
             self.close()

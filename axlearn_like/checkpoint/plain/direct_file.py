@@ -9,7 +9,6 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -49,9 +48,7 @@ class DirectFile:
     def __enter__(self) -> "DirectFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if error is None:
                 size = self.size

@@ -9,7 +9,6 @@ import math
 import mmap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -39,9 +38,7 @@ class SameFile:
     def __enter__(self) -> "SameFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         more = self._file.read(1) if error is None else b""
         self._file.close()
         if more:
@@ -233,9 +230,7 @@ class SafetensorsWriter:
     def __enter__(self) -> "SafetensorsWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         assert error is not None or not self._left, "not all tensors were written"
         self._file.__exit__(kind, error, trace)
 
