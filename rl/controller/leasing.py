@@ -86,8 +86,6 @@ class Leasing:
         if self._evaluations is not None:
             self._evaluations.finish(step)
 
-    # ---- grants
-
     def next_lease(self, worker: str, workers: int, now: float) -> Lease | Key | None:
         """Grant the next work item of an evaluation, or else of an update; or say whose prompts are not made yet.
 

@@ -52,8 +52,6 @@ class Plan:
         self._begins = 0  # number of plans; with a pool, tells their prompts apart
         self.made: Prefetch[Key, tuple[Prompt, ...]] = Prefetch(self._make)  # prompts by key
 
-    # ---- prompts
-
     def begin(self, step: int, pool: Mapping[str, Any] | None) -> None:
         """Start with this step; `pool`: the state of the prompt pool."""
         if self._pool is not None:
@@ -93,8 +91,6 @@ class Plan:
         drawn = [pool.problem(step, place) for place in places]
         same = pool.cfg.same_noise
         return tuple(dataclasses.replace(self.maker.prompt(one), draw=0 if same else draw) for one, draw in drawn)
-
-    # ---- results
 
     @property
     def depends_on_results(self) -> bool:

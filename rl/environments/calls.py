@@ -44,7 +44,6 @@ class CallForm(Configurable, abc.ABC):
 
         def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
             """Return a text for the prompt about tools (functions in the form of function calling); "" for none."""
-            del tools
             return ""
 
         def shows_schemas(self) -> bool:
@@ -60,7 +59,6 @@ class CallForm(Configurable, abc.ABC):
 
         Those of a longer text begin with those of a shorter one.
         """
-        del action
         return []
 
     @abc.abstractmethod
@@ -146,7 +144,6 @@ class FencedCalls(CallForm):
 
         @override
         def describe(self, tools: Sequence[Mapping[str, Any]]) -> str:
-            del tools
             return f"Code in fenced blocks ({', '.join(self.languages)}) is run, and its output shown."
 
     def __init__(self, cfg: Config):

@@ -105,7 +105,6 @@ class Environment(Configurable, abc.ABC):
 
         def share_with(self, tokenizer: Tokenizer) -> Any:
             """Build the same where it needs the policy's tokenizer; `share` by default."""
-            del tokenizer
             return self.share()
 
         def prepare(self, problem: Problem) -> Problem:
@@ -124,7 +123,6 @@ class Environment(Configurable, abc.ABC):
                 tell: queues a call with the environment, in the thread of its episode.
                 row: what `reset` gets.
             """
-            del shared, tell, row
             return None
 
         def role(self) -> str:
@@ -157,7 +155,6 @@ class Environment(Configurable, abc.ABC):
 
     def refuse(self, action: str, why: str) -> Any:
         """Carry out an action that its reader has ended, as it can only fail; returns what `step` would."""
-        del why
         return self.step(action)
 
     def close(self) -> Any:

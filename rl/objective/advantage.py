@@ -85,7 +85,6 @@ class Advantage(Configurable):
 
     def of_rollouts(self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """float64[N], given `lengths` int[N] in sampled tokens too."""
-        del lengths
         return self(rewards, groups, live)
 
     def keeps(self, rewards: np.ndarray) -> np.ndarray:
@@ -96,7 +95,6 @@ class Advantage(Configurable):
         self, rewards: np.ndarray, groups: np.ndarray, live: np.ndarray, turns: Turns, length: int
     ) -> np.ndarray:
         """float64[N, length]: the advantage of each token of rollouts with these turns."""
-        del turns
         return np.repeat(self(rewards, groups, live)[:, None], length, axis=1)
 
 

@@ -65,7 +65,6 @@ class RewardToGo(TokenCredit):
 
     @override
     def of_values(self, rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, live: np.ndarray) -> TokenAdvantages:
-        del values
         mask = mask & live[:, None]
         returns = _estimate(rewards, np.zeros(mask.shape), mask, self._cfg.gamma, np.ones(len(rewards)))
         return TokenAdvantages(_whitened(returns, mask, self._cfg.eps) if self._cfg.whiten else returns, returns)

@@ -127,7 +127,6 @@ class _RemoteShardServer(_Remote):
         memory: list[np.ndarray] = []
 
         def into(fields: dict[str, Any], nbytes: int) -> list[memoryview]:
-            del nbytes
             memory.clear()
             for index, answer in enumerate(fields["answers"]):
                 target = targets[index] if targets and answer["codec"] == "raw" and answer["nbytes"] else None
@@ -174,7 +173,6 @@ def _with_tuples(shards: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 def _read(shard_server: LocalShardServer, fields: dict[str, Any], body: Body) -> Reply:
-    del body
     wanted = cast(list[ShardId], _with_tuples(fields["wanted"]))
     answers = shard_server.read(fields["key"], wanted, ReadOptions(**fields["options"]))
     parts = [as_bytes(a.data) if isinstance(a.data, np.ndarray) else np.frombuffer(a.data, np.uint8) for a in answers]

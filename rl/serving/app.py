@@ -276,7 +276,6 @@ class App:
         return answer
 
     async def _health(self, request: HttpRequest) -> Response:
-        del request
         alive = self._engine.alive
         body = {
             "status": "ok" if alive else "failed",
@@ -286,11 +285,9 @@ class App:
         return JSONResponse(body, 200 if alive else 503)
 
     async def _version(self, request: HttpRequest) -> Response:
-        del request
         return JSONResponse({"version": version("axlearn-like")})
 
     async def _metrics(self, request: HttpRequest) -> Response:
-        del request
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
     async def _failed(self, request: HttpRequest, error: Exception) -> Response:

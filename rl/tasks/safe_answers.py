@@ -19,12 +19,10 @@ _Check = Callable[[str, dict[str, Any]], bool]
 
 
 def _is_literal(answer: str, entry: dict[str, Any]) -> bool:
-    del entry
     return all(isinstance(node, _LITERAL) for node in ast.walk(ast.parse(answer.strip(), mode="eval")))
 
 
 def _is_arithmetic(answer: str, entry: dict[str, Any]) -> bool:
-    del entry
     return all(isinstance(node, _ARITHMETIC) and _is_number(node) for node in _nodes(answer))
 
 

@@ -64,7 +64,6 @@ class Scorer(Configurable, abc.ABC):
 
     def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> Sequence[Any]:
         """Return a number for each answer to one problem, or a mapping of named terms with their sum as "reward"."""
-        del details
         return [self.score(problem_id, answer) for answer in answers]
 
 

@@ -30,7 +30,6 @@ class PythonTool(Tool):
 
         @override
         def checker(self, name: str, row: Mapping[str, Any]) -> ArgumentChecker | None:
-            del row
             return _Syntax() if name == "code" else None
 
     def __init__(self, cfg: Config):
@@ -39,7 +38,6 @@ class PythonTool(Tool):
 
     @override
     def open(self, row: Mapping[str, Any]) -> "_Interpreter":
-        del row
         return _Interpreter(self._sandbox.session(), self._pure)
 
     @override

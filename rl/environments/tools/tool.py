@@ -87,7 +87,6 @@ class Tool(Configurable, abc.ABC):
 
         def checker(self, name: str, row: Mapping[str, Any]) -> ArgumentChecker | None:
             """Return a reader of an argument, in an episode of a row, that finds what can only fail; None: none."""
-            del name, row
             return None
 
         def described(self) -> dict[str, Any]:
@@ -97,7 +96,6 @@ class Tool(Configurable, abc.ABC):
 
     def open(self, row: Mapping[str, Any]) -> "Tool":
         """Return what an episode calls: an object with `call` and `close`, or the tool itself if it has no state."""
-        del row
         return self
 
     @abc.abstractmethod

@@ -61,7 +61,6 @@ class FloatCodec(TensorCodec):
 
     @override
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        del base
         array = contiguous(array)
         approximated = is_float(array.dtype) and array.size > 0
         return add_checksum(self.encode_floats(array) if approximated else joined(flat_bytes(array)))
@@ -70,7 +69,6 @@ class FloatCodec(TensorCodec):
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
-        del base
         body, dtype = strip_checksum(self.name, blob), np.dtype(dtype)
         if not is_float(dtype) or not math.prod(shape):
             return from_bytes(self.name, body, shape, dtype)

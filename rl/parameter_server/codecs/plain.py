@@ -31,14 +31,12 @@ class RawCodec(TensorCodec):
 
     @override
     def encode(self, array: np.ndarray, base: np.ndarray | None = None) -> Blob:
-        del base
         return flat_bytes(contiguous(array)).data
 
     @override
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
-        del base
         return from_bytes(self.name, blob, shape, dtype)
 
 

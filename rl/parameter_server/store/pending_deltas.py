@@ -110,8 +110,6 @@ class PendingDeltas:
                 if (timer := self._timers.pop(key, None)) is not None:
                     timer.cancel()
 
-    # ---- internals
-
     def _check_base(self, base: int, shard: DeltaShard) -> None:
         name = f"{shard.tensor}{describe(shard.index_range)}"
         try:

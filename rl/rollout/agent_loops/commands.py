@@ -160,5 +160,4 @@ AgentLoop = Callable[[Completion], Generator[Command, Any, FinishReason | None]]
 
 def single_turn(completion: Completion) -> Generator[Command, Any, None]:
     """Generate once."""
-    del completion
     yield Generate()

@@ -32,7 +32,6 @@ def heard(value: Any, cfg: Environment.Config, ask: Ask, tokenizer: Tokenizer) -
         paid += consult.reward
 
         def speak(completion: Completion, strings: tuple[str, ...] = consult.strings) -> Generator[Command, Any, None]:
-            del completion
             yield Generate(strings=strings)
 
         asked, segments = consult.prompt, ()

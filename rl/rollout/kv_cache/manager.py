@@ -150,8 +150,6 @@ class KVCacheManager:
         if self.kvcomm is not None:
             self.kvcomm.forget(lambda key: key[1] != adapter)
 
-    # ---- pages on the host
-
     def moved(self, sequence: Sequence) -> list[bytes]:
         """Return the digests of pages on the host that continue those of a sequence, as far as it can use them."""
         full = (len(sequence.tokens) - 1) // self.page_size  # the last token is fed, so it is never cached

@@ -63,8 +63,6 @@ class CacheArrays:
         self._described = mesh
         self.pool = to_named_sharding(jax.eval_shape(self._empty_pool), mesh)
 
-    # ---- windows
-
     @property
     def block_ends(self) -> list[int]:
         """The end of each block of keys of the longest sequences."""

@@ -223,7 +223,6 @@ def _paged_step(model: Any, batch: DecodeBatch, pages: int, kernel: PagedKernel 
     def advance(
         pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
-        del step
         context = paged_context(batch, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=kernel)
         hidden = model.hidden(feed[:, None], context, pool)
         return hidden.x, hidden.cache, record_of(model, hidden)

@@ -55,8 +55,6 @@ class Executor:
         if self._remote_runners is not None:
             self._remote_runners.close()
 
-    # ---- weights
-
     def install(self, placed: PlacedWeights) -> None:
         """Switch to placed weights."""
         self._order("install", key=placed.key)
@@ -69,8 +67,6 @@ class Executor:
     def sleep(self) -> None:
         """Give back the memory of weights and pages."""
         self._run("sleep")
-
-    # ---- pages
 
     def copy(self, copies: Items[PageCopy]) -> None:
         """Copy pages, in order; all reads of a batch come before its writes."""
@@ -116,8 +112,6 @@ class Executor:
         targets[: len(pages)] = pages
         return targets
 
-    # ---- programs compiled ahead
-
     def compilations(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
         """Keep to a short list of programs from now on (shapes/listed.py); returns functions that compile them.
 
@@ -140,8 +134,6 @@ class Executor:
         if (ready := self.ready) is not None:
             ready.refresh()
             run_idle(self.runner, ready.compiled)
-
-    # ---- dispatches
 
     def prefill_room(self, unfilled: int) -> tuple[int, int]:
         """Return (most rows, chunk) of the dispatch for a sequence that has so many tokens to prefill."""

@@ -73,8 +73,6 @@ class ExpertSlots(Configurable):
         replace(model, Experts.Config, partial(slotted, slots=self.slots))
         return model
 
-    # ---- counts and plans
-
     def count(self, routing: np.ndarray) -> None:
         """Count the experts of tokens, [tokens, layers with experts, top_k]."""
         layers, experts = self._drawn.shape
@@ -109,8 +107,6 @@ class ExpertSlots(Configurable):
     def _next_plan(self) -> ExpertPlan:
         """Return the plan for what this version and the one before have drawn."""
         return make_plan(self._drawn + self._before, self._devices, self._each)
-
-    # ---- weights
 
     def spread(self, params: Params) -> Params:
         """Return placed weights with those of experts in the slots of a new plan."""

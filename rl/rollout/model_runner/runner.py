@@ -118,8 +118,6 @@ class ModelRunner:
             return described | run_rank_self_test(self.kernel, shapes, attentions[0].cache_ranks, kinds)
         return described | run_self_test(self.kernel, shapes, [one.rules for one in attentions])
 
-    # ---- weights
-
     @property
     def weights_like(self) -> Params:
         """Arrays that `place` can use with the least copying."""
@@ -148,8 +146,6 @@ class ModelRunner:
 
     def _with_adapters(self, params: Any) -> Any:
         return params if self.bank is None else (params, self.bank.arrays)
-
-    # ---- memory
 
     def sleep(self) -> None:
         """Drop weights, pages and windows, so that others can use the memory of the devices."""
@@ -205,8 +201,6 @@ class ModelRunner:
         """Return the layout of a batch of decoding; `fields` are its own, beside those of this engine."""
         known = {"pages": self.pages_of_a_row, "vocab": self.vocab, "adapters": self.bank is not None}
         return DecodeLayout(**known | fields)
-
-    # ---- dispatches
 
     def prefill(self, batch: PrefillBatch) -> tuple[Any, Any]:
         """Put the tokens of a batch into the pool; returns their routing and scores, or None (see `decode.prefill`)."""

@@ -282,7 +282,6 @@ def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int, kernel: 
     def advance(
         pool: Pool, fed: jax.Array, lengths: jax.Array, live: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
-        del counts
         live_counts = jnp.sum(live, axis=1, dtype=jnp.int32)
         context = paged_context(batch, lengths, live_counts, chunk=chunk, pages=pages, kernel=kernel)
         hidden = model.hidden(fed, context, pool)

@@ -89,8 +89,6 @@ class Scheduler:
             self.withdraw(sequence)
             self.enqueue(sequence)
 
-    # ---- prefill
-
     def to_prefill(self, shape: Callable[[int], tuple[int, int]]) -> tuple[list[tuple[Sequence, int]], list[PageCopy]]:
         """Choose sequences to prefill, and the number of tokens of each; 0 where a cached prefix was all it lacked.
 
@@ -157,8 +155,6 @@ class Scheduler:
             if self.running or not self._reclaim(sequence):
                 return False
         return True
-
-    # ---- decoding
 
     def to_decode(self, steps: int) -> tuple[list[Sequence], list[PageCopy]]:
         """Choose all sequences that can draw up to `steps` tokens now, and reserve their pages."""

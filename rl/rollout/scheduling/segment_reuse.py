@@ -107,8 +107,6 @@ class SegmentReuse:
         with jax.set_mesh(runner.mesh):
             runner.cache.pool = write_segment(*arguments, form=self._form)
 
-    # ---- bases
-
     def _bases(self, sequence: Sequence, key: Hashable, parts: list[_Part]) -> list[Tokens] | None:
         """Return the base of each part; None: there is no room to compute one."""
         found: list[Tokens] = []
@@ -154,8 +152,6 @@ class SegmentReuse:
         table = np.zeros(self._executor.runner.pages_of_a_row, np.int32)
         table[: len(sequence.pages)] = sequence.pages
         return table
-
-    # ---- anchors
 
     def learn(self, sequence: Sequence) -> None:
         """Make anchors of the placeholders for which a prompt had to be computed, once it is in the pool."""

@@ -154,8 +154,6 @@ class EarlierRollouts:
         pairs = zip(redraw.sequences, redraw.drafts, strict=True)
         return sum(1 + self._acceptance[self._places[_key(one)].same].gain(len(draft)) for one, draft in pairs)
 
-    # ---- what became of drafts
-
     def decoded(self, rows: int, tokens: int, seconds: float) -> None:
         """Note what a dispatch of decoding took, which compiled nothing, and the tokens that it drew."""
         if tokens:

@@ -95,8 +95,6 @@ class Speculation(Configurable):
         found = [draft for one in self._drafters if (draft := one.draft(sequence, self._cfg.text)) is not None]
         return as_row(sequence.tokens, found, self._cfg.text) if found else None
 
-    # ---- what became of drafts
-
     def measured(self, sequences: Items[Sequence], out: Mapping[str, Any]) -> None:
         """Take the counts of a dispatch with drafts (see `decode_drafts`)."""
         self.counts["draft_dispatches"] += 1

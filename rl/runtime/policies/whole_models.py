@@ -37,8 +37,6 @@ class WholeModels:
         self._requests: dict[int, tuple[RolloutEngine, int]] = {}  # unfinished ones, with their number in an engine
         self._submitted = 0
 
-    # ---- weights
-
     def set_weights(self, params: Params | PlacedWeights, version: int, *, rewind: bool = False) -> None:
         """Refuse the weights of a base: whole models have none (UserError)."""
         raise UserError(f"version {version} is of a base; whole models have none")
@@ -64,8 +62,6 @@ class WholeModels:
         for engine in self.engines:
             engine.sleep()
         self.adapters.clear()
-
-    # ---- requests
 
     def submit(self, request: Request) -> int:
         """Queue a request of the model that it names; returns its number."""

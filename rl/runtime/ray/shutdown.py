@@ -49,7 +49,6 @@ class GracefulShutdown:
             self._exit(_REPLY)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        del frame
         if self.requested and signum == signal.SIGINT:
             raise KeyboardInterrupt
         if self.requested:

@@ -91,7 +91,6 @@ class SimulatedActors(Actors):
 
     def beside(self, actor: SimulatedActor, method: str, *args: Any) -> PendingCall:
         """Start a call that is answered at once, or when the process is there."""
-        del method, args
         reference = PendingCall()
         reference.done, reference.value = actor.alive, actor.incarnation
         if not actor.alive:

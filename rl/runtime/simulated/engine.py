@@ -100,7 +100,6 @@ class SimulatedEngine:
 
     def set_weights(self, placed: Any, version: int, *, swap: str = "keep_cache", rewind: bool = False) -> None:
         """Switch to a version."""
-        del placed, swap, rewind
         self._work(self._durations.swap)
         for _, _, row in self._rows:
             row.draw(self._steps, self.version)

@@ -108,7 +108,6 @@ class SimulatedTrainer:
 
     def _score(self, agreed: AgreedBatch, state: Any, seen: Any) -> Any:
         """Return the batch without rows: what is learned from it has no duration of its own."""
-        del state, seen
         rollouts = [rollout for header in agreed.headers for rollout in header.rollouts]
         rewards = [score.reward for header in agreed.headers for score in header.scores]
         self._log.ages.update(agreed.step - rollout.oldest for rollout in rollouts)
@@ -150,7 +149,6 @@ class _Fill:
     columns = ()
 
     def __call__(self, scored: Any, params: Any) -> Any:
-        del params
         return scored
 
 

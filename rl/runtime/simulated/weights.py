@@ -99,7 +99,6 @@ class SimulatedPublisher:
 
     def copy(self, params: Any, version: int, **kept: Any) -> SimulatedSnapshot:
         """Return the version."""
-        del params, kept
         return SimulatedSnapshot(version, int(self._links.nbytes))
 
     def publish_async(

@@ -67,8 +67,6 @@ class AdapterService:
         self._engine.start()
         self._tasks.scheduler.start()
 
-    # ---- training
-
     def submit(self, tenant: str, model: str, seq: int, request: Request) -> Future[Any]:
         """Accept a request of a model; one that changes it is on disk when this returns.
 
@@ -97,8 +95,6 @@ class AdapterService:
         """Return the future of an accepted request, a sample's not after a kill; None: there is none."""
         found: Any = self._tasks.scheduler.recall(tenant, owner, seq) or self.samplers.recall(tenant, owner, seq)
         return found
-
-    # ---- what there is
 
     def models(self, tenant: str) -> dict[str, ModelQueue]:
         """Return the models of a tenant that have a slot."""
@@ -142,8 +138,6 @@ class AdapterService:
         """Stop taking requests, and end what runs; what waits is done after the next start."""
         for part in (self._sampling, self._tasks.scheduler, self._engine, self._journal, self._folders):
             part.close()
-
-    # ---- inside
 
     def _read_adapter(self, name: str) -> Adapter:
         return read_state(self._folders.adapter(name), base=self.base.name)[0].adapter(self.slots.limits.alpha)

@@ -153,7 +153,6 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes."""
-        del scope
         whole = False
         try:
             with contextlib.suppress(ClientGone):

@@ -50,7 +50,6 @@ class SharedCritic(RolloutValues):
 
         def check_policy(self, policy: ConfigBase[Any], mesh: Any) -> None:
             """Refuse a policy that the head does not fit; the mesh is set."""
-            del mesh
             self.require("learner", hasattr(policy, "dim"), "the learner of a Critic.Config: the policy has no `dim`")
             build_abstract(_head(policy))
 

@@ -101,7 +101,6 @@ class RolloutValues(Configurable, abc.ABC):
             returns: targets, [rollouts, max_new_tokens].
             mask: bool, tokens that count.
         """
-        del headers, contents
         unexplained, spread = np.var(returns[mask] - values[mask]), np.var(returns[mask])
         explained = {"explained_variance": float(1 - unexplained / spread)} if spread > 0 else {}
         return {**explained, "value_mean": float(values[mask].mean())}

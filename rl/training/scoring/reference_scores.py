@@ -45,12 +45,10 @@ class TrainersReference:
 
     def of_update(self, params: Params, version: int) -> ReferenceScoring:
         """Return the scoring of an update that begins with this version of the policy."""
-        del version
         reference = self._reference.params(params)
         head = None if self._states is None else self._states.head(reference, params)
 
         def start(batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], dict[str, Any]]:
-            del batch, count
             found: dict[str, Any] = {}  # now: the update donates the parameters
             if self._is_scored:
                 found["logprobs_reference"] = self._diff.logprobs(reference, arrays, reference=True)
@@ -75,7 +73,6 @@ class RemoteReference:
 
     def of_update(self, params: Params, version: int) -> ReferenceScoring:
         """Return the scoring of an update that begins with this version; the role has the parameters."""
-        del params
         base = self._cfg.version_at(version)
         assert base is not None, "such a reference is refused"
         return ReferenceScoring(partial(self._start, base), partial(self._rollouts, base))
@@ -86,7 +83,6 @@ class RemoteReference:
         return {"reference_wait_seconds": waited}
 
     def _start(self, base: int, batch: Batch, arrays: dict[str, jax.Array], count: int) -> Callable[[], dict[str, Any]]:
-        del arrays
         sent = scored_arrays(batch, routed=not self._cfg.another_model)
         answer = self._threads.submit(self._ask, "rows", sent, base)
 
@@ -104,7 +100,6 @@ class RemoteReference:
         return found
 
     def _rollouts(self, base: int, rows: dict[str, np.ndarray], count: int) -> np.ndarray:
-        del count
         began = time.monotonic()
         found = self._ask("rollouts", rows, base)
         self._waited += time.monotonic() - began

@@ -15,12 +15,10 @@ class BatchObserver:
 
     def rollouts(self, headers: Sequence[GroupHeader], version: int) -> list[RolloutIndex]:
         """Return the rollouts of the batch whose tokens `before` needs in this process."""
-        del headers, version
         return []
 
     def before(self, batch: FilledBatch) -> Mapping[str, float]:
         """Act on a batch before the first update by it; returns metrics."""
-        del batch
         return {}
 
 

@@ -88,7 +88,6 @@ class RewardModel(TaskScorer):
     @override
     def score_samples(self, problem_id: int, answers: Sequence[str], details: Sequence[Details]) -> list[Any]:
         """Return the reward of each answer; of one that is longer than the model's positions, an exception."""
-        del details
         problem = self.problem(problem_id)
         sequences, places = zip(*(self.scored(problem, answer) for answer in answers), strict=True)
         refused = [self._too_long(problem_id, len(sequence)) for sequence in sequences]

@@ -78,8 +78,6 @@ class KVComm(Configurable):
         for name, number in more.items():
             self._counts[name] += number
 
-    # ---- bases
-
     def base(self, key: Hashable, tokens: bytes) -> Tokens | None:
         """Return the base of a segment, if it is known."""
         if (found := self._bases.get((key, tokens))) is not None:
@@ -91,8 +89,6 @@ class KVComm(Configurable):
         self._bases[key, tokens] = base
         while len(self._bases) > self.cfg.bases:
             self._bases.popitem(last=False)
-
-    # ---- anchors
 
     def correction(self, key: Hashable, place: Hashable, base: Tokens, count: int) -> Correction | None:
         """Return how to correct a text of `count` tokens in a placeholder; None: it must be computed.

@@ -65,8 +65,6 @@ class HostTiers(Configurable):
         self._lock = threading.RLock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-tiers")
 
-    # ---- from the device
-
     def wants(self, digest: bytes) -> bool:
         """Return True if a page that leaves the device is worth copying: it is not here yet, and there is room."""
         with self._lock:
@@ -130,8 +128,6 @@ class HostTiers(Configurable):
             digest, page = self._memory.popitem(last=False)
             self._held -= len(page.blob)
             return digest, page
-
-    # ---- back to the device
 
     def known(self, digests: Iterable[bytes]) -> list[bytes]:
         """Return the digests up to the first whose page is not here."""
@@ -215,8 +211,6 @@ class HostTiers(Configurable):
         if digest in self._memory or digest in self._coming:
             return "host"
         return "disk" if self._disk is not None and digest in self._disk else None
-
-    # ---- all pages
 
     def stored(self, digests: Items[bytes]) -> list[StoredPage | None]:
         """Return the intact bytes of pages, for another engine; None: it is lost or damaged."""

@@ -56,8 +56,6 @@ class RemoteRunner:
                 getattr(self._runner, call.name)(*call.arguments, **call.options)
         self._server.close()
 
-    # ---- weights
-
     def _pull(self, version: int, key: int, drop: list[int], timeout: float) -> dict[str, Any]:
         """Pull this process's slices of a version that all processes of the engine pull under the same key."""
         manifest = self._receiver.directory.manifest(version, timeout)
@@ -82,8 +80,6 @@ class RemoteRunner:
     def _install(self, key: int) -> None:
         self._runner.install(self._placed[key])
         self._placed.clear()  # earlier placed weights are never installed
-
-    # ---- messages
 
     def _answer(self, operation: str, fields: dict[str, Any], body: Body) -> dict[str, Any]:
         if operation == "run":

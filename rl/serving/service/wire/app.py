@@ -86,8 +86,6 @@ class ServiceApp:
         kinds = (ApiError, ClientGone, HTTPException, ServiceError, Exception)
         self.asgi = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, self._failed))
 
-    # ---- access and errors
-
     def _checked(self, handler: OfTenant) -> Handler:
         """Return a handler that refuses requests without a tenant's key."""
 
@@ -139,21 +137,16 @@ class ServiceApp:
                 _LOG.error("%s %s failed", request.method, path, exc_info=error)
                 return refusal(ApiError(500, f"internal error: {type(error).__name__}", code="internal_error"))
 
-    # ---- sessions and promises
-
     async def _health(self, request: HttpRequest) -> Response:
-        del request
         if (failure := self._service.failure()) is not None:
             raise ApiError(503, f"{failure}; start the service again", code="failed")
         return JSONResponse({"status": "ok"})
 
     async def _telemetry(self, tenant: str, request: HttpRequest) -> Response:
-        del tenant
         await read_body(request, self._max_body)
         return JSONResponse({"status": "accepted"})
 
     async def _create_session(self, tenant: str, fields: Fields) -> Json:
-        del fields
         return {"type": "create_session", "session_id": self._tenants.open_session(tenant)}
 
     async def _heartbeat(self, tenant: str, fields: Fields) -> Json:
@@ -181,8 +174,6 @@ class ServiceApp:
     def _promise(self, tenant: str, fields: Fields) -> str:
         return self._tenants.check_promise(tenant, required_text(fields, "request_id", "the id of a promise"))
 
-    # ---- what there is
-
     def _training_run(self, tenant: str, request: HttpRequest) -> Json:
         model = request.path_params["id"]
         for run in training_runs(self._service, tenant):
@@ -206,5 +197,4 @@ class ServiceApp:
 
 
 async def _constant(value: Json, tenant: str, fields: Fields) -> Json:
-    del tenant, fields
     return value

@@ -65,8 +65,6 @@ class VerbRoutes:
             "asample": self._sample,
         }
 
-    # ---- models
-
     async def forward_backward(self, tenant: str, request: HttpRequest, max_body: int) -> Response:
         """Accept a pass, whose body is protobuf."""
         if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
@@ -155,8 +153,6 @@ class VerbRoutes:
         self._tenants.touch(tenant, session)
         return f"{session}:{part}:{required_int(fields, name)}"
 
-    # ---- samplers
-
     def sampler(self, tenant: str, request: HttpRequest) -> Json:
         """Return what a sampler draws from."""
         sampler, base = self._tenants.check_sampler(tenant, request.path_params["id"]), self._service.base
@@ -193,8 +189,6 @@ class VerbRoutes:
 
         id = await self._promises.accept(tenant, sampler, seq, start)
         return {"request_id": id, "sample_sequence_ids": [f"{id}-{n}" for n in range(count)]}
-
-    # ---- answers
 
     def answer(self, outcome: Outcome | ServiceError, *, size_first: bool) -> Response:
         """Return the response to a finished promise, with `size_first` only its size if that is large."""

@@ -76,8 +76,6 @@ class Tenants:
         """Return the tenant of a key, None if it is nobody's, in a time that does not say how much of it is right."""
         return self._digests.get(hashlib.sha256(key.encode("utf-8", "replace")).digest())
 
-    # ---- sessions
-
     def open_session(self, tenant: str) -> str:
         """Return the id of a new session (ServiceBusy: the tenant has too many)."""
         if sum(owner == tenant for owner, _ in self._seen) >= _MOST_SESSIONS:
@@ -126,8 +124,6 @@ class Tenants:
             for tenant, session in [key for key, seen in self._seen.items() if seen < oldest]:
                 _LOG.warning("session %s of %s has vanished: its models are saved and unloaded", session, tenant)
                 self.end_session(tenant, session)
-
-    # ---- ids
 
     def check_model(self, tenant: str, model: str) -> str:
         """Return the id of a model of this tenant's; UnknownId for any other."""
