@@ -269,7 +269,10 @@ class Controller(Configurable):
             return contents_of(self._plan.batch(self._ledger.batch(step)), wanted)
 
     def plan_after(self, step: int) -> dict[str, Any] | None:
-        """Return what the plan has learnt from this step; see `BatchSource`. None: the step is not complete."""
+        """Return the prompt "pool"'s state after this step, and "figures" of the plan; None: it is not complete.
+
+        {}: the plan depends on no results.
+        """
         with self._changed:
             if not self._plan.depends_on_results:
                 return {}

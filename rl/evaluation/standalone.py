@@ -37,18 +37,10 @@ class Answering(Protocol):
     """A policy that answers problems: of this process, or at an endpoint (`served`)."""
 
     @property
-    def at_once(self) -> int:
-        """Return how many problems it gets at a time."""
-        ...
-
+    def at_once(self) -> int: ...
     @property
-    def skipped(self) -> SkippedProblems:
-        """Return what is left out."""
-        ...
-
-    def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]:
-        """Answer problems, `count` times each, and yield a row for each; `seed` is of the draws."""
-        ...
+    def skipped(self) -> SkippedProblems: ...
+    def answers(self, problems: Sequence[Problem], count: int, seed: int) -> Iterator[Row]: ...
 
 
 @dataclasses.dataclass(frozen=True)

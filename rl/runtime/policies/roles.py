@@ -36,7 +36,7 @@ from rl.runtime.policies.configs import quotas_of, slots_of
 from rl.runtime.policies.controllers import Controllers
 from rl.runtime.policies.role_configs import frozen_players, opponents_of, players_by_policy, resume_together
 from rl.runtime.policies.runs import ByPolicy, PolicyRun, policy_runs, role_of
-from rl.runtime.policies.trainers import PolicyFailures, PolicyTrainers
+from rl.runtime.policies.trainers import PolicyTrainers
 from rl.runtime.policies.whole_models import WholeModels
 from rl.runtime.policies.worker import PoliciesWorker
 from rl.serving.policy import load_params
@@ -192,7 +192,7 @@ class PolicyRoles:
 
     def make_trainer(
         self,
-        controller: PolicyFailures,
+        controller: Controllers,
         batches: Callable[[str], BatchSource],
         weights: Mapping[str, ParameterServerClient],
     ) -> PolicyTrainers:

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Protocol
 
 from axlearn_like.operations.sdc import CorruptionError
 from axlearn_like.run.disk import DiskFull
@@ -13,30 +12,11 @@ from axlearn_like.training.updates.programs import Calls
 from mesh.errors import UserError
 from rl.parameter_server.errors import WeightsError
 from rl.runtime.policies.changes import Change
+from rl.runtime.policies.controllers import Controllers
 from rl.runtime.policies.joint_updates import JointUpdates
 from rl.training.trainer import PolicyTrainer
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two looks for batches, the longer nothing is ready
-
-
-class PolicyFailures(Protocol):
-    """The controllers of the policies, as far as they know which take part."""
-
-    def fail(self, policy: str, why: str, step: int | None = None) -> None:
-        """Stop a policy; nothing more is drawn of it. `step`: updates that its trainer has made."""
-        ...
-
-    def failed(self) -> Mapping[str, str]:
-        """Return why each policy that has failed did."""
-        ...
-
-    def admit(self, policy: str, change: int) -> None:
-        """Begin a policy that joins or resumes by a change of the run, unless that was taken up before."""
-        ...
-
-    def dismiss(self, policy: str, change: int) -> None:
-        """Stop a policy by a change of the run, unless that was taken up before."""
-        ...
 
 
 class PolicyTrainers:
@@ -52,7 +32,7 @@ class PolicyTrainers:
     def __init__(
         self,
         makers: Mapping[str, Callable[[], PolicyTrainer]],
-        controllers: PolicyFailures,
+        controllers: Controllers,
         changes: Callable[[], Mapping[str, Change]] = dict,
         join: Callable[[str], PolicyTrainer] | None = None,
     ):

@@ -1,4 +1,7 @@
-"""The processes of a run as their supervisor knows them: it asks for so much of Ray, or of a simulation."""
+"""The processes of a run as their supervisor knows them: it asks for so much of Ray, or of a simulation.
+
+`RayActors`, `RunLogs` and `FaultInjection` say what each method does.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -35,29 +38,12 @@ class Actors(Protocol):
     interval: float
     driver: int
 
-    def start(self, kind: str, name: str) -> Any:
-        """Return the actor of a process of a role."""
-        ...
-
-    def invoke(self, actor: Any, method: str, *args: Any) -> Any:
-        """Start a call of a role's process; returns a reference to its result."""
-        ...
-
-    def beside(self, actor: Any, method: str, *args: Any) -> Any:
-        """Start a call that is answered whatever else the process does."""
-        ...
-
-    def wait(self, references: Collection[Any], timeout: float, *, every: bool = False) -> list[Any]:
-        """Wait for a result, or for `every` one, and return the references to those that are there."""
-        ...
-
-    def result(self, reference: Any) -> Any:
-        """Return a result that is there (ActorDied; or what the call has raised)."""
-        ...
-
-    def restart(self, actor: Any) -> None:
-        """End the process of an actor, which is started again."""
-        ...
+    def start(self, kind: str, name: str) -> Any: ...
+    def invoke(self, actor: Any, method: str, *args: Any) -> Any: ...
+    def beside(self, actor: Any, method: str, *args: Any) -> Any: ...
+    def wait(self, references: Collection[Any], timeout: float, *, every: bool = False) -> list[Any]: ...
+    def result(self, reference: Any) -> Any: ...
+    def restart(self, actor: Any) -> None: ...
 
 
 class Logs(Protocol):
@@ -72,21 +58,10 @@ class Logs(Protocol):
     left: set[str]
 
     @property
-    def step(self) -> int:
-        """Completed updates, of all policies together where there are several."""
-        ...
-
-    def updated(self) -> bool:
-        """Read the new metrics; returns True if there was an update."""
-        ...
-
-    def new_events(self) -> list[dict[str, Any]]:
-        """Read the new events."""
-        ...
-
-    def process(self, name: str) -> str:
-        """Return the name of a role with its process id."""
-        ...
+    def step(self) -> int: ...
+    def updated(self) -> bool: ...
+    def new_events(self) -> list[dict[str, Any]]: ...
+    def process(self, name: str) -> str: ...
 
 
 class Injected(Protocol):
@@ -94,10 +69,5 @@ class Injected(Protocol):
 
     target: str | None  # name of a worker that was killed on purpose, until it is replaced
 
-    def inject(self, step: int, pids: Mapping[str, int], actors: Mapping[str, Any]) -> None:
-        """Kill what has to be killed now."""
-        ...
-
-    def read_event(self, row: dict[str, Any], say: Say) -> None:
-        """Read an event of the run."""
-        ...
+    def inject(self, step: int, pids: Mapping[str, int], actors: Mapping[str, Any]) -> None: ...
+    def read_event(self, row: dict[str, Any], say: Say) -> None: ...

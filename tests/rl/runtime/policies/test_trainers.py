@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -113,7 +113,7 @@ class Fleet:
         self.failures, self.path, self.names = Failures(), path, list(policies)
         self.changes: dict[str, Change] = {}
         makers = {name: functools.partial(self._make, name, dict(edits)) for name, edits in policies.items()}
-        self.trainers = PolicyTrainers(makers, self.failures, lambda: self.changes, self._join)
+        self.trainers = PolicyTrainers(makers, cast(Any, self.failures), lambda: self.changes, self._join)
 
     def _join(self, name: str) -> PolicyTrainer:
         if name in self.policies:
