@@ -15,7 +15,7 @@ from axlearn_like.layers.moe.placement import make_plan
 from tools.bench.harness.circumstances import circumstances, machine
 from tools.bench.harness.sections import run_sections
 
-SECTIONS = {"plans": 5.0, "engine": 60.0, "training": 90.0, "zebra": 150.0, "elastic": 1300.0}
+SECTIONS = {"plans": 5.0, "engine": 60.0, "training": 90.0, "zebra": 150.0, "elastic": 1500.0}
 _EXPONENT = 1.2  # exponent of Zipf's law
 _FIGURES = ("busiest_to_mean", "plan_s", "identical", "zebra_ratio", "asymmetric_ratio")
 _FIGURES += ("samples_vs_restart", "samples_vs_uniform", "engine_busiest_to_mean", "engine_identical")
