@@ -133,8 +133,10 @@ class Trainer(Configurable):
             if self.elastic is not None:
                 self.elastic.check_mesh(mesh)
             with use_rules(self.axis_rules):
-                parts = (self.microbatches,) if self.elastic is None else (self.elastic.parts, "parts (elastic.parts)")
-                check_rows(self.input, mesh, *parts)
+                if self.elastic is None:
+                    check_rows(self.input, mesh, self.microbatches)
+                else:
+                    check_rows(self.input, mesh, self.elastic.parts, "parts (elastic.parts)")
             return mesh
 
         def program(self, mesh: Mesh, learner: Learner | None = None) -> TrainProgram:

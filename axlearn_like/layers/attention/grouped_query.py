@@ -3,13 +3,6 @@
 The layer projects, normalises and rotates; which tokens see which, and where keys and values are stored, is decided by
 the context (layers/contexts/). So training, scoring, prefill and decoding run this one layer.
 
-Queries, keys and values of a decoding step by one product, normed and rotated together, on CPUs. There a step is some
-hundred small operations. Each product and each sum is a call of a library, of about 2 us besides its work, and loops
-over half a head are unrolled and not computed in vectors. So a step of many rows multiplies with the three matrices
-side by side, and norms and rotates queries and keys as one row of numbers each. Every number is computed as `Attention`
-computes it alone, to the bit. XLA puts the matrices together before the loop over steps, so a dispatch holds a second
-copy of them; those of int8 become floats, and are put together, in each step.
-
 Shape letters: b batch, t length, d model width, k key/value heads, q query heads per key/value head, h head width.
 """
 

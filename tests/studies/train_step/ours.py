@@ -7,7 +7,6 @@ runs it as users run theirs: command line, config, input, the Trainer's own loop
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,8 +53,9 @@ class EachStep(Configurable):
 
 
 def trainer_config(job: TrainJob, dtype: Literal["float32", "bfloat16"]) -> Trainer.Config:
-    """Return the job as an experiment."""
-    return train_bench(**asdict(job), dtype=dtype)
+    """Return the job as an experiment, whose other settings are those of every job."""
+    sizes = {name: getattr(job, name) for name in ("batch", "length", "layers", "dim", "ffn", "heads", "vocab")}
+    return train_bench(**sizes, learning_rate=job.learning_rate, dtype=dtype)
 
 
 def held(job: TrainJob, name: str, dtype: Literal["float32", "bfloat16"]) -> Trainer.Config:

@@ -44,29 +44,19 @@ def train_bench(
     ffn: int = 1024,
     heads: int = 4,
     vocab: int = 1024,
-    norm_eps: float = 1e-6,
-    rope_theta: float = 10_000.0,
     learning_rate: float = 1e-3,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    clip: float = 1.0,
-    examples: int = 4096,
-    seed: int = 0,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Trainer.Config:
-    """Decoder in Llama's shape, without an end, on `examples` rows of random tokens; nothing can be learnt."""
+    """Decoder in Llama's shape, without an end, on rows of random tokens; nothing can be learnt."""
     model = dense(vocab_size=vocab, dim=dim, hidden=ffn, num_layers=layers, num_heads=heads, num_kv_heads=heads,
-                  theta=rope_theta, eps=norm_eps).set(remat="everything", dtype=dtype)  # fmt: skip
-    source = RandomRows.Config(vocab_size=vocab, length=length, rows=examples, seed=seed)
-    adam = AdamW.Config(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+                  theta=10_000.0, eps=1e-6).set(remat="everything", dtype=dtype)  # fmt: skip
+    source = RandomRows.Config(vocab_size=vocab, length=length, rows=4096)
+    adam = AdamW.Config(b2=0.95, weight_decay=0.1)
     return Trainer.Config(
         model=model,
         input=SupervisedInput.Config(source=source, seq_len=length, batch_size=batch),
-        learner=Learner.Config(optimizer=adam, schedule=Constant.Config(lr=learning_rate), clip_norm=clip),
+        learner=Learner.Config(optimizer=adam, schedule=Constant.Config(lr=learning_rate), clip_norm=1.0),
         checkpoint=Checkpointer.Config(save_every=NEVER),
         num_steps=NEVER,
         log_every=1,
-        seed=seed,
     )
