@@ -161,7 +161,7 @@ def _with_padding(model: Decoder.Config) -> Decoder.Config:
 def qwen3_30b_a3b(*, rows: int = 1024, length: int = 4096, data: str = DATA, seed: int = 0) -> Trainer.Config:
     """Qwen3 30B-A3B (128 experts, of which a token uses 8), 4 M tokens a step, on v5p, v6e and others of their memory.
 
-    Compiled for 64 v5p chips: a peak of 83 GB a chip, of 102.8; estimated at 8.8 s, 0.1 of it communication that
+    Compiled for 64 v5p chips: a peak of 83 GB a chip, of 102.8; estimated at 8.5 s, 0.1 of it communication that
     overlaps nothing (docs/benchmarks/aot-experiments.md). Not trained here.
     """
     return pretraining(
