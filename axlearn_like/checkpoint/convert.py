@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from axlearn_like.checkpoint.plain.plain_arrays import as_stacks
 from axlearn_like.checkpoint.reader import check_params, restore_params
-from axlearn_like.config import REQUIRED, ConfigBase, Configurable
+from axlearn_like.config import REQUIRED, ConfigBase, Configurable, marking, path_of
 from axlearn_like.layers.base import fan_in_init
 from axlearn_like.layers.parameter_names import axes_of_matrix, kind_of, path_name
 from axlearn_like.layers.wrappers.int8_base import int8_params, int8_source
@@ -187,22 +187,24 @@ class StartFrom(Configurable):
             )
 
     def __init__(self, cfg: Config):
-        self._path = cfg.path
+        self._path, self._place = cfg.path, path_of(cfg)
         self._reader: ParamsReader | None = None if cfg.reader is None else cfg.reader.build(path=cfg.path)
         self._conversions: list[Conversion] = [conversion.build() for conversion in cfg.conversions]
 
     def check(self, abstract_params: Any) -> None:
         """Refuse what `params` would refuse, as far as can be known without reading an array (CheckpointError)."""
         wanted = _stages(abstract_params, self._conversions)[0]
-        if self._reader is not None:
-            self._reader.check(wanted)
-        else:
-            check_params(self._path, wanted)
+        with marking(self._place):
+            if self._reader is not None:
+                self._reader.check(wanted)
+            else:
+                check_params(self._path, wanted)
 
     def params(self, abstract_params: Any) -> Any:
         """Return them in the shapes, dtypes and shardings of `abstract_params`. Raises as `restore_converted`."""
         read = None if self._reader is None else self._reader.params
-        return restore_converted(self._path, abstract_params, self._conversions, read)
+        with marking(self._place):
+            return restore_converted(self._path, abstract_params, self._conversions, read)
 
 
 def _plain(tree: Any) -> Any:

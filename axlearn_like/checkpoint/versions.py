@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from axlearn_like.run.object_store import fetched, local_path
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean, nearest
 from mesh.files.bounded import BoundsError, read_json
 from mesh.files.bucket import bucket_url
 
@@ -153,7 +153,9 @@ def _none(path: Path, which: str | None, folders: list[Path]) -> str:
         there.append(f"the nearest step is {min(known, key=lambda step: abs(step - int(number)))}")
     if there:
         return f"{asked} is no checkpoint: {'; '.join(there)}. Name one as RUN, RUN@best, RUN@STEP or by its path"
-    return f"{asked} holds no checkpoint; expected a run directory, RUN@best, RUN@STEP, its checkpoints, or one step"
+    near = [] if path.exists() else nearest(path.name, [each.name for each in path.parent.glob("*/")])
+    expected = "a run directory, RUN@best, RUN@STEP, its checkpoints, or one step"
+    return f"{asked} holds no checkpoint; expected {expected}{did_you_mean(path.name, near)}"
 
 
 def _listed(steps: list[int]) -> str:

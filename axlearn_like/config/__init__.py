@@ -12,7 +12,7 @@ from axlearn_like.config.edit import (
     walk,
     walk_configs,
 )
-from axlearn_like.config.errors import ConfigError
+from axlearn_like.config.errors import ConfigError, marking
 from axlearn_like.config.fields import REQUIRED
 from axlearn_like.config.function import config_for
 from axlearn_like.config.mesh_rules import MeshRules, has_mesh_rules, reach, with_mesh_rules
@@ -51,6 +51,7 @@ __all__ = [
     "get_path",
     "has_mesh_rules",
     "label",
+    "marking",
     "owner_name",
     "path_of",
     "reach",

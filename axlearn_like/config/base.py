@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeGuard, dataclass_transform
 
 from axlearn_like.config.checks import check
 from axlearn_like.config.consent import check_consent
-from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, mark_path
+from axlearn_like.config.errors import AnnotationError, ConfigError, FieldError, marking
 from axlearn_like.config.fields import REQUIRED, field_hint, note_renamed, prepare_fields, unknown_field
 from axlearn_like.config.tree import Node, clone, config_html, config_items, label, label_of, nearest_configs, path_of
 from mesh.errors import UserError
@@ -128,12 +128,9 @@ class ConfigBase[T](Node):
         label(cfg, path)
         cfg._check_ready(path, runtime)
         check_consent(cfg.all_reaches(), path)
-        try:
+        with marking(path):
             cfg.check_fields()
             built = cfg._make(runtime)
-        except Exception as error:
-            mark_path(error, path)
-            raise
         report = on_built.get()
         if report is not None:
             report(path, cfg)

@@ -1,5 +1,8 @@
 """The errors of configs, each with the path of the field that is at fault."""
 
+import contextlib
+from collections.abc import Generator
+
 from mesh.errors import UserError
 
 
@@ -39,6 +42,16 @@ def mark_path(error: BaseException, path: str) -> None:
     if marked_path(error) is None:
         error.__dict__["config_path"] = path
         error.add_note(f"while building {path}")
+
+
+@contextlib.contextmanager
+def marking(path: str) -> Generator[None]:
+    """Note on an error of the block which config it is about, as `mark_path` does."""
+    try:
+        yield
+    except Exception as error:
+        mark_path(error, path)
+        raise
 
 
 def marked_path(error: BaseException) -> str | None:

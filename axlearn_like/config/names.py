@@ -14,6 +14,7 @@ from axlearn_like.config.base import ConfigBase, is_config_class
 from axlearn_like.config.errors import ConfigError, ImportNameError
 from axlearn_like.config.function import FunctionConfig, config_class
 from axlearn_like.config.trusted_code import check_module, check_object
+from mesh.errors import did_you_mean, nearest
 
 
 def config_name(cfg: ConfigBase[Any], where: str = "config") -> str:
@@ -103,7 +104,8 @@ def _import(name: str, where: str) -> Any:
         raise ImportNameError(f"{where}: no module {error.name!r} (in {name!r})", where) from error
     found = _follow(module, qualname)
     if found is None:
-        raise ImportNameError(f"{where}: module {module_name!r} has no {qualname!r}", where)
+        near = did_you_mean(qualname, nearest(qualname, [known for known in vars(module) if known[0] != "_"]))
+        raise ImportNameError(f"{where}: module {module_name!r} has no {qualname!r}{near}", where)
     return found
 
 

@@ -29,10 +29,10 @@ def parse_value(text: str, hint: Any, where: str) -> Any:
         try:
             return check(_parse(text, alternative, where), alternative, where)
         except ImportNameError as error:  # Why it cannot be imported is worth saying.
-            reasons.append(str(error))
+            reasons.append(str(error).removeprefix(f"{where}: "))
         except (ConfigError, ValueError):
             continue
-    reason = f" ({'; '.join(reasons)})" if reasons else ""
+    reason = f" ({'; '.join(dict.fromkeys(reasons))})" if reasons else ""
     raise ConfigError(f"{where}: expected {describe(hint)}, got {text!r}{reason}", where)
 
 

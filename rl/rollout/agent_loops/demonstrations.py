@@ -70,12 +70,10 @@ class GroupDemonstrations(Configurable):
     def __init__(self, cfg: Config, *, tasks: TaskMixture, tokenizer: Tokenizer):
         """Read the files, if there are any."""
         self._cfg, self._tasks, self._tokenizer = cfg, tasks, tokenizer
-        try:
+        with cfg.errors_in("files"):
             self._by_question = None if cfg.files is None else _read(cfg.files)
-        except InputError as error:
-            raise InputError(f"demonstrations.files: {error}") from error
         if self._by_question is None and (missing := tasks.without_answers()):
-            raise UserError(f"demonstrations.files: {missing[0]!r} has no answers of its own; name files that have")
+            cfg.require("files", False, f"files with answers: the task {missing[0]!r} has none of its own")
 
     def answers(self, problem: Problem) -> list[np.ndarray]:
         """Return the tokens of a problem's demonstrations, int32."""

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from axlearn_like.checkpoint.convert import StartFrom
 from axlearn_like.checkpoint.versions import (
     CheckpointError,
     NoCheckpoint,
@@ -15,6 +16,8 @@ from axlearn_like.checkpoint.versions import (
     label,
     split_version,
 )
+from axlearn_like.config import label as label_config
+from axlearn_like.config.errors import marked_path
 
 
 def make_step(folder: Path, step: int) -> Path:
@@ -112,6 +115,20 @@ def test_the_best_of_the_supervised_phase_is_not_that_of_the_run(tmp_path: Path)
     with pytest.raises(NoCheckpoint, match=r"@best is no checkpoint: \S+rl has step 10"):
         find_version(f"{tmp_path}@best")
     assert find_version(f"{tmp_path}/warm_start@best").version == 5
+
+
+def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path):
+    make_step(tmp_path / "demo_sft" / "checkpoints", 4)
+    with pytest.raises(NoCheckpoint, match=r"demo_stf holds no checkpoint; .*; did you mean 'demo_sft'\?"):
+        find_version(tmp_path / "demo_stf")
+
+
+def test_a_start_from_no_run_has_the_path_of_its_config(tmp_path: Path):
+    start = label_config(StartFrom.Config(path=str(tmp_path)), "mine.start_from").build()
+    for read in (start.check, start.params):
+        with pytest.raises(NoCheckpoint) as refused:
+            read({})
+        assert marked_path(refused.value) == "mine.start_from"
 
 
 def test_the_best_is_not_guessed_among_several(tmp_path: Path):

@@ -18,6 +18,7 @@ from axlearn_like.config import (
     walk,
     walk_configs,
 )
+from axlearn_like.config.parse import parse_value
 from tests.axlearn_like.config.zoo import Block, Experts, Ffn, Model, Norm, Tail, chain, relu, schedule
 
 
@@ -214,3 +215,11 @@ def test_no_matching_mesh_rule_is_an_error():
 def test_required_survives_edits_elsewhere():
     cfg = set_path(model(), "blocks.0.norm.eps", "1")
     assert cfg.blocks[0].dim is REQUIRED
+
+
+def test_a_wrong_name_for_one_of_several_kinds_is_said_once():
+    zoo = Norm.__module__
+    with pytest.raises(ConfigError) as refused:
+        parse_value(f"{zoo}:Nrm", Norm.Config | Ffn.Config | Block.Config, "run.part")
+    expected = "run.part: expected Norm.Config | Ffn.Config | Block.Config, got"
+    assert str(refused.value) == f"{expected} '{zoo}:Nrm' (module '{zoo}' has no 'Nrm'; did you mean 'Norm'?)"

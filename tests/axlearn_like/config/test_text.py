@@ -132,7 +132,7 @@ def test_a_local_class_has_no_text():
     [
         ("", ConfigError, "the root: expected module:name"),
         ("no.such.module:X", ConfigError, "may not name 'no.such.module:X'"),
-        (f"{ZOO}:Nrm", ConfigError, "has no 'Nrm'"),
+        (f"{ZOO}:Nrm", ConfigError, "has no 'Nrm'; did you mean 'Norm'"),
         (f"{ZOO}:relu", ConfigError, r"has no Config; a call of a function is written .*relu\(\)"),
         (
             f"{ZOO}:Norm\ndimm: 3",
