@@ -55,7 +55,6 @@ class AsciiTokenizer(ByteTokenizer):
 @config_function
 def digit_share(problem_id: int, answer: str) -> float:
     """The share of ASCII digits among the characters of an answer."""
-    del problem_id
     return sum("0" <= character <= "9" for character in answer) / max(len(answer), 1)
 
 

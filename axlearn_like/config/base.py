@@ -219,7 +219,6 @@ class ConfigBase[T](Node):
             raise ConfigError(f"{', '.join(missing)} {verb} REQUIRED by {cls} and not set", missing[0])
 
     def _given_at_build(self, name: str, runtime: Mapping[str, Any]) -> bool:
-        del name, runtime
         return False  # A class reads its fields from its config alone.
 
     def _checked(self, name: str, value: Any) -> Any:

@@ -59,7 +59,6 @@ class JsonLines(FileSource):
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
-        del fields
         return read_json_lines(path)
 
 
@@ -76,7 +75,6 @@ class PlainText(FileSource):
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
-        del fields
         lines: list[str] = []
         first = 1
         for number, line, part in read_lines(path):

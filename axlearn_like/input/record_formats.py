@@ -57,7 +57,6 @@ class ArrayRecord(FileSource):
 
     def check(self, path: Path, fields: tuple[str, ...]) -> None:
         """Refuse a file without records (InputError)."""
-        del fields
         with _array_record(path) as reader:
             records = reader.num_records()
         if not records:
@@ -65,7 +64,6 @@ class ArrayRecord(FileSource):
 
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
         """Yield the records of a file."""
-        del fields
         with _array_record(path) as reader:
             count = reader.num_records()
             for begin in range(0, count, _AT_ONCE):

@@ -153,7 +153,6 @@ def _forward(x: jax.Array, matrix: jax.Array, numbers: Numbers, dtype: Any, spec
 
 
 def _backward(numbers: Numbers, dtype: Any, spec: PartitionSpec | None, kept: Any, gradient: jax.Array) -> Any:
-    del numbers
     x, matrix, of_x, of_matrix = kept
     product = partial(jnp.matmul, preferred_element_type=dtype, out_sharding=spec)
     _, transpose = jax.vjp(product, dequantise(x, of_x.dtype), dequantise(matrix, of_matrix.dtype))

@@ -81,7 +81,6 @@ class Layer(nnx.Module, Configurable):
 
     def used_share(self, path: str) -> float:
         """Return the share of the numbers of a layer or parameter within that each token meets: below 1 for experts."""
-        del path
         return 1.0
 
 

@@ -38,12 +38,10 @@ class Embedding(Layer):
 
     def __call__(self, tokens_bt: jax.Array, dtype: DTypeLike, context: Any = None) -> jax.Array:
         """Return the embeddings [batch, length, dim] in `dtype`; `context` knows the positions."""
-        del context
         return _look_up(self.weight_vd[...], tokens_bt, dtype)
 
     def flops(self, work: Workload) -> float:
         """Return 0: a lookup multiplies nothing. As a tied head the table counts in `Decoder.flops`."""
-        del work
         return 0.0
 
     @property

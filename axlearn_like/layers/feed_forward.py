@@ -43,7 +43,6 @@ class SwiGLU(Layer):
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
         """Return [b, t, d] for [b, t, d]; `routing` is ignored."""
-        del routing
         gathered_btd = gather_length(x_btd)
 
         def hidden(weight: Any, bias: str) -> jax.Array:
@@ -56,7 +55,6 @@ class SwiGLU(Layer):
 
     def biased(self, x: jax.Array, name: str) -> jax.Array:
         """Return the result of a projection with the bias of that name, which `BiasedGLU` has."""
-        del name
         return x
 
     def combine(self, gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -124,7 +122,6 @@ class FeedForward(Layer):
 
     def __call__(self, x_btd: jax.Array, routing: Any = None) -> tuple[jax.Array, Aux]:
         """Return [b, t, d] for [b, t, d]; `routing` is ignored."""
-        del routing
         up = project(gather_length(x_btd), self.up_df[...], out_axis="hidden")
         up = checkpoint_name(up + self.up_bias_f[...].astype(up.dtype), "up")
         y_btd = project(ACTIVATIONS[self.activation](up), self.down_fd[...], in_axis="hidden", like=x_btd)

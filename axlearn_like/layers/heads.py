@@ -60,7 +60,6 @@ class EmbeddingHead(Layer):
         normalise: bool = True
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        del rngs
         self.pooling: Pooling = cfg.pooling
         self.normalise = cfg.normalise
 

@@ -63,7 +63,6 @@ class GivenRate(Configurable):
 
     def __call__(self, count: jax.Array) -> jax.Array:
         """Return the rate."""
-        del count
         rate = _given.get()
         assert rate is not None, "a step by `at_rate` gives it"
         return rate

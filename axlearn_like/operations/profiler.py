@@ -35,7 +35,6 @@ class ProfileSignal:
         _restore_handler(self._previous)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        del signum, frame
         self._path.touch()
         print(f"SIGUSR1: the trainer is asked for a profile of its next updates ({self._path})", file=sys.stderr)
 
@@ -124,5 +123,4 @@ class Profiler(Configurable):
         print(f"profile: {path} (xprof --logdir {path})", file=sys.stderr, flush=True)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        del signum, frame
         self._signalled = True

@@ -137,7 +137,6 @@ class Trackio(WeightsAndBiases):
         answers: bool = True  # tables of prompts and answers
 
     def __init__(self, cfg: Config, *, run_dir: Path, resume_step: int):
-        del resume_step
         self._library, self._texts = _imported("trackio", "trackio", "Trackio"), RunTexts(run_dir, cfg.answers)
         self._start(cfg.project, cfg.name or run_dir.name, {"embed": False})
 

@@ -45,7 +45,6 @@ def graceful_stop() -> Iterator[Stop]:
     stop = Stop()
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        del frame
         if stop.requested and signum == signal.SIGINT:
             raise KeyboardInterrupt
         for active in _active:

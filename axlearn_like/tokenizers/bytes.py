@@ -42,7 +42,6 @@ class ByteTokenizer(Configurable):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the UTF-8 bytes of `text`; special ids have no spelling."""
-        del special
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:

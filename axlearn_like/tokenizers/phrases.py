@@ -42,7 +42,6 @@ class PhraseTokenizer(ByteTokenizer):
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return ids of phrases where they occur, and of bytes elsewhere."""
-        del special
         if self._split is None:
             return super().encode(text)
         ids: list[int] = []

@@ -61,7 +61,6 @@ class LossEvaluator(Configurable):
 
         For averaged parameters they are `eval_averaged_loss` and `eval_averaged_accuracy`.
         """
-        del step
         results: list[Any] = []
         for arrays in self._batches():
             batch = shard_batch(arrays, rows=self._rows)

@@ -26,7 +26,6 @@ class SupervisedUpdates:
 
     def next(self, step: int, state: State, timeout: float) -> Any:
         """Return the next batch, sharded if it is not to be whole."""
-        del step, state, timeout
         if self.whole:
             return next(self._data)
         batch = shard_batch(next(self._data), rows=self._data.batch_size)

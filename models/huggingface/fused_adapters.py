@@ -82,7 +82,6 @@ class NarrowedFactor(ComputedTensor):
 
     @override
     def stored(self, first: int, last: int) -> tuple[Stored, ...]:
-        del first, last
         return (self.values,)
 
 

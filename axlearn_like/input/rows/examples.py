@@ -36,7 +36,6 @@ class SupervisedRows(FileSource):
 
     @override
     def records(self, path: Path, fields: tuple[str, ...]) -> Iterator[Record]:
-        del fields
         return read_records(path)
 
 

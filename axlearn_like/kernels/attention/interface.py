@@ -151,7 +151,6 @@ class Kernel(Configurable):
 
         Their last but one axis, or the only one, is sharded as the queries are.
         """
-        del signature
         return None
 
     def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:

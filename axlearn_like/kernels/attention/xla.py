@@ -23,7 +23,6 @@ class Xla(Kernel):
 
     def supported(self, signature: AttentionSignature) -> str | None:
         """Return None: everything is supported."""
-        del signature
         return None
 
     def attend(self, arrays: AttentionArrays, signature: AttentionSignature) -> jax.Array:

@@ -155,7 +155,6 @@ class LatentAttention(Layer):
 
     def expand(self, latent_btw: jax.Array, positions_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return keys and padded values [b, t, k, h] of what is cached of tokens, positions included."""
-        del positions_bt
         k, v = self._keys_and_values(latent_btw[..., : self._kv_rank], latent_btw[..., self._kv_rank :])
         return k, self._padded(v)
 

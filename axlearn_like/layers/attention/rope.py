@@ -57,7 +57,6 @@ class Rope(Layer):
         max_length: int | None = None  # positions of the pretrained model; longer rows and engines are refused
 
     def __init__(self, cfg: Config, *, rngs: nnx.Rngs):
-        del rngs
         freq = cfg.theta ** (-np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
         scaling = None if cfg.scaling is None else cfg.scaling.build()
         if scaling is not None:
@@ -105,7 +104,6 @@ class NoPositions(Layer):
 
     def rotation(self, positions_bt: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """Return the identity."""
-        del positions_bt
         return lambda x: x
 
 

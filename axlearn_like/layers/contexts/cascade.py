@@ -213,7 +213,6 @@ Mask = Callable[[jax.Array], jax.Array]
 
 
 def _own_scores(mask: Mask, q_rknh: jax.Array, together: jax.Array, own: Cell, common: Cell) -> jax.Array:
-    del together, common
     keys = constrain(own.blocks, "batch", "heads", None, None, None)
     return _in_one_row(mask(block_scores(q_rknh, keys)))
 
@@ -221,7 +220,6 @@ def _own_scores(mask: Mask, q_rknh: jax.Array, together: jax.Array, own: Cell, c
 def _shared_scores(
     mask: Mask, rules: ScoreRules, q_rknh: jax.Array, together: jax.Array, own: Cell, common: Cell
 ) -> jax.Array:
-    del own
     scores = block_scores(together, common.blocks)
     if rules.window is None and rules.soft_cap is None:
         return scores  # all rows see all keys that they have in common
@@ -230,18 +228,15 @@ def _shared_scores(
 
 def _no_values(width: int, scores: jax.Array, peak: jax.Array, own: Cell, common: Cell) -> tuple[jax.Array, jax.Array]:
     """Return weights of zero, and their sum of values."""
-    del peak, own, common
     return jnp.zeros_like(scores), _filled((*scores.shape[:-1], width), 0.0)
 
 
 def _own_values(rows: int, scores: jax.Array, peak: jax.Array, own: Cell, common: Cell) -> tuple[jax.Array, jax.Array]:
-    del common
     weights, v = _exponentials(scores, peak), constrain(own.v, "batch", "heads", None, None)
     return weights, _in_one_row(weighted_sum(_in_rows(weights.astype(v.dtype), rows), v))
 
 
 def _shared_values(scores: jax.Array, peak: jax.Array, own: Cell, common: Cell) -> tuple[jax.Array, jax.Array]:
-    del own
     weights = _exponentials(scores, peak)
     return weights, weighted_sum(weights.astype(common.v.dtype), common.v)
 

@@ -97,7 +97,6 @@ class PagedContext:
         pool = write_tokens(pool, k_rckh, v_rckh, table, self.positions, self.live)
 
         def read(pages: jax.Array, lengths: jax.Array, first: jax.Array | int) -> Window:
-            del first
             return read_window(pool, pages, lengths, k_rckh.dtype)
 
         return self._by_xla(q_rckqh, table, page_size_of(pool), read, attention), (pool, layer)
@@ -105,7 +104,6 @@ class PagedContext:
     def _by_xla(
         self, q_rckqh: jax.Array, table: jax.Array, page_size: int, read: ReadPages, attention: AttentionParams
     ) -> jax.Array:
-        del page_size
         return attend_window(q_rckqh, read(table, self.starts + self.counts, 0), self.positions, attention)
 
     def _by_kernel(

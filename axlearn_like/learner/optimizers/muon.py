@@ -62,7 +62,6 @@ class Muon(DecayedMatrices):
         return optax.GradientTransformation(init, self._update)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
-        del params
         beta, count = self._cfg.beta, state.count + 1
         mu = jax.tree.map(lambda g, m: ((1 - beta) * g + beta * m).astype(m.dtype), updates, state.mu)
         if self._cfg.nesterov:  # same as optax: the next update's momentum with a zero gradient

@@ -119,7 +119,6 @@ class ReferenceLoss(PreferenceLoss):
 
     def score(self, policy: Any, reference: Any, batch: Batch) -> dict[str, jax.Array]:
         """Return the reference's log-probabilities of a batch's targets."""
-        del policy
         return {"reference": target_logprobs(reference, batch, self.cfg.chunks).logprobs}
 
 

@@ -30,7 +30,6 @@ class Reference(Configurable):
 
             None: it is made of several.
             """
-            del version
             return 0
 
         @property

@@ -38,7 +38,6 @@ class HuggingFaceReader(Configurable):
         pass
 
     def __init__(self, cfg: Config, *, path: str):
-        del cfg
         self._path = path
 
     def check(self, abstract_params: Any) -> None:
@@ -84,7 +83,6 @@ class ImportedReader(Configurable):
         pass
 
     def __init__(self, cfg: Config, *, path: str):
-        del cfg
         self._path = path
 
     def check(self, abstract_params: Any) -> None:

@@ -65,7 +65,6 @@ def find_hardware() -> Hardware:
 
 def devices(options: Options) -> Finding:
     """Compare the accelerators of the machine with what jax shows: it falls to the CPU without an error."""
-    del options
     found = find_hardware()  # first: jax takes the memory of GPUs
     import jax
 
@@ -130,7 +129,6 @@ def _install(found: Hardware) -> str:
 
 def topology(options: Options) -> Finding:
     """Sum over all devices of this process, and describe how they lie."""
-    del options
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -151,7 +149,6 @@ def topology(options: Options) -> Finding:
 
 def device_memory(options: Options) -> Finding:
     """Look at the memory that programs can use on a device."""
-    del options
     import jax
 
     from axlearn_like.operations.memory import device_memory as bytes_of
@@ -168,7 +165,6 @@ def device_memory(options: Options) -> Finding:
 
 def cache(options: Options) -> Finding:
     """Check that the folder of compiled programs is this user's own."""
-    del options
     from mesh.programs.compilation import enable_compilation_cache
 
     return Finding("ok", f"compiled programs in {enable_compilation_cache()}")

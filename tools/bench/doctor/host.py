@@ -41,7 +41,6 @@ def shown_versions() -> dict[str, str]:
 
 def versions(options: Options) -> Finding:
     """Compare Python and installed packages with the ranges of this project, and plugins of jax with those of jax."""
-    del options
     wrong = {}
     for one, optional in _requirements():
         version = platform.python_version() if one.name == "python" else installed(one.name)
@@ -68,7 +67,6 @@ def _requirements() -> Iterator[tuple[Requirement, bool]]:
 
 def host_memory(options: Options) -> Finding:
     """Look at the memory of the machine, and at the limit of its container."""
-    del options
     free = total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError):
         free = 1024 * int(re.findall(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[0])
@@ -85,7 +83,6 @@ def host_memory(options: Options) -> Finding:
 
 def shared_memory(options: Options) -> Finding:
     """Look at /dev/shm, where Ray keeps objects; weights between processes do not need it."""
-    del options
     if not os.path.isdir("/dev/shm"):
         return Finding("skip", "this system has no /dev/shm")
     found = shutil.disk_usage("/dev/shm")
@@ -96,7 +93,6 @@ def shared_memory(options: Options) -> Finding:
 
 def open_files(options: Options) -> Finding:
     """Look at the limit of open files."""
-    del options
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{soft:,}, at most {hard:,}" if hard > 0 else f"{soft:,}"
     if soft < 0 or soft >= 4096:
@@ -109,7 +105,6 @@ def open_files(options: Options) -> Finding:
 
 def clock(options: Options) -> Finding:
     """Compare the clock with the date of the installation, and ask the kernel whether it is synchronised."""
-    del options
     behind = Path(__file__).stat().st_mtime - time.time()
     value = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     do = "timedatectl set-ntp true, or start chronyd: buckets refuse other times, and hosts are compared by theirs"
@@ -165,7 +160,6 @@ def bucket(options: Options) -> Finding:
 
 def ray(options: Options) -> Finding:
     """Start Ray on loopback, as a run does, and run a task."""
-    del options
     if find_spec("ray") is None:
         return Finding("skip", "Ray is not installed; --runtime inprocess needs none", install_hint("rl"))
     from rl.runtime.ray.session import ray_session

@@ -62,7 +62,6 @@ def compare(what: str, kernel: Callable[..., Any], plain: Callable[..., Any], *s
 
 def attention(options: Options) -> Finding:
     """Compare attention of packed rows by the kernel that training gets here."""
-    del options
     length, layer = (512, _layer(8, 128)) if accelerated() else (128, _layer(4, 32))
     segments = (np.arange(length) >= length // 3).astype(np.int32)[None]
     seen = (segments[:, :, None] == segments[:, None, :]) & np.tril(np.ones((length, length), bool))
@@ -78,7 +77,6 @@ def attention(options: Options) -> Finding:
 
 def paged_decode(options: Options) -> Finding:
     """Compare attention of the engine's cache: on TPUs by the kernel's own self-test, else by XLA from its pages."""
-    del options
     heads, page, length = (8, 4, 128) if accelerated() else (2, 2, 32), 16, 304
     kv_heads, per_kv, width = heads
     if jax.default_backend() == "tpu":
@@ -106,7 +104,6 @@ def paged_decode(options: Options) -> Finding:
 
 def grouped_products(options: Options) -> Finding:
     """Compare the grouped products of experts."""
-    del options
     rows, inner, outer = (2048, 1024, 512) if accelerated() else (160, 64, 96)
     ends = [0, 0, rows // 2, rows // 2 + 1, rows]
     sizes = np.diff(ends).astype(np.int32)
@@ -120,7 +117,6 @@ def grouped_products(options: Options) -> Finding:
 
 def policy_head(options: Options) -> Finding:
     """Compare log-probabilities and entropies of a policy's head."""
-    del options
     tokens, width, words = (512, 1024, 16_000) if accelerated() else (48, 64, 700)
     targets = np.random.default_rng(1).integers(0, words, tokens).astype(np.int32)
 
@@ -137,7 +133,6 @@ def policy_head(options: Options) -> Finding:
 
 def numerics(options: Options) -> Finding:
     """Say how exact float32 products are, and whether a token's bits depend on the batch around it."""
-    del options
     a, b = (np.random.default_rng(seed).standard_normal((256, 256), np.float32) for seed in (0, 1))
     right, errors = a.astype(np.float64) @ b, []
     for precision in (None, jax.lax.Precision.HIGHEST):

@@ -62,14 +62,12 @@ def matrix_speed(dtype: str) -> float:
 
 def bandwidth(options: Options) -> Finding:
     """Measure how fast each device reads and writes its memory, all at once."""
-    del options
     found = memory_speed()
     return _beside(f"{found / 1e9:,.1f} GB/s a device", found, peak_bandwidth(jax.devices()), 0.5)
 
 
 def matrix(options: Options) -> Finding:
     """Measure products in bfloat16 and float32 of each device, all at once."""
-    del options
     found = {dtype: matrix_speed(dtype) for dtype in ("bfloat16", "float32")}
     value = ", ".join(f"{dtype} {speed / 1e12:.3g} TFLOP/s" for dtype, speed in found.items()) + " a device"
     return _beside(value, found["bfloat16"], peak_flops(jax.devices()), 0.4)

@@ -54,7 +54,6 @@ def _sizes() -> tuple[Literal["float32", "bfloat16"], dict[str, int]]:
 
 def sft_step(options: Options) -> Finding:
     """Train a decoder on random tokens for some steps, by the Trainer that `axl train` runs."""
-    del options
     (dtype, sizes), devices, peak = _sizes(), jax.device_count(), peak_flops(jax.devices())
     if accelerated():
         sizes |= {"length": 2048, "vocab": 16384}
@@ -82,7 +81,6 @@ def sft_step(options: Options) -> Finding:
 
 def rl_step(options: Options) -> Finding:
     """Improve a random policy by GRPO for three updates, all roles in this process, as `--runtime inprocess`."""
-    del options
     if find_spec("psutil") is None:
         return Finding("skip", "psutil is not installed", install_hint("rl"))
     from rl.runtime.run import RLRun

@@ -16,7 +16,6 @@ class LaunchedApi(Protocol):
 
     def clean(self, run: str) -> Sequence[str]:
         """Delete what else belongs to a run, but not its results; return names. Default: there is nothing else."""
-        del run
         return []
 
     def jobsets(self, run: str) -> list[Object]:
@@ -29,7 +28,6 @@ class LaunchedApi(Protocol):
 
     def events(self, run: str) -> list[Object]:
         """Return what the cluster reports about the objects of a run. Default: nothing."""
-        del run
         return []
 
     def log(self, pod: str, lines: int) -> str:

@@ -50,7 +50,6 @@ class LocalCluster(ClusterApi):
 
     def place(self, run: str, files: Mapping[str, str], archive: tuple[str, bytes] | None) -> None:
         """Write the submission into the run directory, and the code beside it."""
-        del run
         if not self.alive:  # remains of another submission, or of the folder, are not started
             self._remove_files()
             for path in (*(self.folder / WANTED).glob("*.json"), self.folder / SECRETS, self.folder / STATUS):
@@ -109,7 +108,6 @@ class LocalCluster(ClusterApi):
 
     def clean(self, run: str) -> Sequence[str]:
         """End what a cluster that was killed has left, and remove Secrets and containers' files."""
-        del run
         deadline = time.monotonic() + _ENDS
         while self.alive and not self._names() and time.monotonic() < deadline:
             time.sleep(_POLL)  # process is about to end
@@ -129,7 +127,6 @@ class LocalCluster(ClusterApi):
 
     def jobsets(self, run: str) -> list[Object]:
         """Return the JobSets; those that nobody carries out any more are reported as lost."""
-        del run
         found = self._status().get("jobsets", [])
         if self.alive:
             return found
@@ -142,12 +139,10 @@ class LocalCluster(ClusterApi):
 
     def pods(self, run: str) -> list[Object]:
         """Return the Pods."""
-        del run
         return self._status().get("pods", [])
 
     def launch_text(self, run: str) -> str:
         """Return the config of the submission."""
-        del run
         path = self.run_dir / "launch" / "submission" / "launch.txt"
         if not path.is_file():
             raise UserError(f"no submission is kept in {path.parent}, so there is nothing to make workers like")

@@ -107,7 +107,6 @@ class QueuedResources(LaunchedApi):
 
     def log(self, pod: str, lines: int) -> str:
         """Say where the logs are."""
-        del lines
         return f"logs of {pod} are in its run directory in the bucket, launch/logs/"
 
     def _upload(self, bucket: str, name: str, content: bytes) -> None:

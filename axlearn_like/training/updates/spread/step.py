@@ -138,7 +138,6 @@ class SpreadStep(MemberStep):
 
     def received(self, sent: OfferedState, abstract: Mapping[str, Any]) -> State:
         """Return the state that others have sent to one that has none; its experts come with the next update."""
-        del abstract
         self._places.restore(sent.extras["places"])
         self._metrics = heard(sent.extras["metrics"])
         return {**placed_like(sent.arrays, self._rest), "experts": {}}
