@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import jax
 
 from mesh.errors import UserError
-from mesh.programs.background import in_background
 
 Around = Callable[[], contextlib.AbstractContextManager[dict[str, Any]]]
-Scope = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class RecompilationError(UserError):
@@ -53,7 +51,6 @@ class CompiledStep:
         self.step, self._allowed, self._around = step, allowed, around
         self._programs: list[tuple[Signature, Any]] = []
         self._current: Any = None
-        self._ahead: tuple[Signature, Callable[[], Any]] | None = None  # program that is compiled in the background
 
     def of(self, step: Any) -> "CompiledStep":
         """Return another step, with the same limit and context."""
@@ -63,18 +60,6 @@ class CompiledStep:
     def compiled(self) -> int:
         """Number of programs compiled so far."""
         return len(self._programs)
-
-    def compile_ahead(self, state: Any, batch: Any, within: Scope) -> None:
-        """Begin to compile for such arguments, arrays or described ones, so that the first call need not.
-
-        `within`: context of the mesh, which the thread enters that compiles.
-        """
-
-        def compile_it() -> Any:
-            with within():
-                return self.step.lower(state, batch).compile()
-
-        self._ahead = signature(state, batch), in_background(compile_it)
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Return the step's result. RecompilationError: it would have to be compiled once too often."""
@@ -102,12 +87,8 @@ class CompiledStep:
                 f"(max_compilations={self._allowed}); what changed:\n{shown}{more}\nMake all batches alike, or raise "
                 "the trainer's max_compilations to the number of different shapes"
             )
-        ahead, self._ahead = self._ahead, None
         with self._around() as memory:
-            if ahead is not None and not differences(ahead[0], now):
-                program = ahead[1]()
-            else:
-                program = self.step.lower(state, batch).compile()
+            program = self.step.lower(state, batch).compile()
             memory.update(_memory(program))
         self._programs.append((now, program))
         self._current = program
@@ -142,7 +123,7 @@ def differences(before: Signature, after: Signature) -> list[str]:
 
 
 def _leaf(x: Any) -> Leaf:
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    aval = jax.typeof(x)
     return Leaf(tuple(aval.shape), str(aval.dtype), getattr(x, "sharding", None), bool(getattr(aval, "weak_type", 0)))
 
 

@@ -38,6 +38,7 @@ from axlearn_like.training.step import State, Step, at_rate, calls_of, program_o
 from axlearn_like.training.updates.minibatches import MinibatchStep
 from axlearn_like.training.updates.programs import StepProgram
 from mesh.distributed import ProcessGroup
+from mesh.programs.background import in_background
 from mesh.rules import use_mesh
 from rl.objective import NegativeReward, Objective
 from rl.protocol.protocols import ReferenceSource
@@ -237,25 +238,33 @@ class PolicyTrainer(Configurable):
         return self._loop.finished()
 
     def compile_ahead(self, *, groups: int, samples: int, one_shape: bool) -> None:
-        """Begin to compile, while the first rollouts are drawn: the comparison with the sampler, and the update.
+        """Begin to compile, while the first rollouts are drawn: the update, and the comparison with the sampler.
 
-        Not in several processes, or where other trainers share the program.
+        A call that comes before its program is there waits for it: jax compiles none twice. Not in several processes,
+        or where other trainers share the program.
 
         Args:
             groups: prompts of a batch.
             samples: rollouts of each.
             one_shape: the rows of all updates are equally many, padded ones; else those of the first are not known yet.
         """
-        cfg, step = self.cfg, self._loop.step_fn
+        cfg, step, state = self.cfg, self._loop.step_fn, self.state
         if self._group.count > 1 or self._shared is not None or not isinstance(step, MinibatchStep):
             return
         (batch,) = cfg.batches(self._mesh, groups=groups, samples=samples).values() if one_shape else (None,)
         rows = {k: v for k, v in cfg.rows(self._mesh, groups=groups, samples=samples).items() if k != "temperature"}
-        if batch is not None:
+
+        def update() -> None:
             with self.on_mesh():
-                call = next(calls_of(step.step, self.state, batch))
-            call.program.compile_ahead(call.changed, call.given, self.on_mesh)
-        self.diff.compile_ahead(self.state["params"], rows, batch, self.on_mesh)
+                call = next(calls_of(step.step, state, batch))
+                call.program.step.lower(call.changed, call.given).compile()
+
+        def comparison() -> None:
+            with self.on_mesh():
+                self.diff.compile(state["params"], rows, batch)
+
+        for compile_it in [comparison] if batch is None else [update, comparison]:
+            in_background(compile_it)
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""

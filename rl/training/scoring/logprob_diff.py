@@ -1,7 +1,6 @@
 """Difference of trainer and sampler log-probabilities under the same version of the weights."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from mesh import shard_batch
 from mesh.batches import local_rows, to_local
 from mesh.devices import platform
 from mesh.distributed import ProcessGroup
-from mesh.programs.background import in_background
 from mesh.programs.shared import shared_program
 from mesh.rules import complete_rows
 from rl.protocol.headers import GroupHeader
@@ -96,30 +94,17 @@ class LogprobDiff:
         self._temperature, self._group, self._bounds = spec.temperature, group, bounds
         self._length, self._row_multiple = row_length(sizes.max_prompt_tokens, sizes.max_new_tokens), sizes.row_multiple
         self._columns, self._max_new_tokens = [column for column in spec.columns if column.scored], sizes.max_new_tokens
-        self._compiled: Callable[[], Any] = lambda: None  # waits for what is compiled ahead
 
-    def compile_ahead(
-        self,
-        params: Params,
-        rows: Mapping[str, Any],
-        arrays: Mapping[str, Any] | None,
-        within: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Begin to compile what `metrics` runs; its first call waits for that.
+    def compile(self, params: Params, rows: Mapping[str, Any], arrays: Mapping[str, Any] | None) -> None:
+        """Compile what `metrics` runs; the mesh is set.
 
         Args:
             rows: described tokens and targets of `score_rollouts`, with the columns that are scored.
             arrays: described arrays of an update; None: their sizes are not known yet.
-            within: context of the mesh, which the thread enters that compiles.
         """
-
-        def compile_all() -> None:
-            with within():
-                if arrays is not None:
-                    self._logprobs.lower(params, scored_arrays(arrays)).compile()
-                self._score_rows.lower(params, **rows, temperature=self._temperatures()).compile()
-
-        self._compiled = in_background(compile_all)
+        if arrays is not None:
+            self._logprobs.lower(params, scored_arrays(arrays)).compile()
+        self._score_rows.lower(params, **rows, temperature=self._temperatures()).compile()
 
     def logprobs(self, params: Params, arrays: Mapping[str, jax.Array], *, reference: bool = False) -> jax.Array:
         """Return log-probabilities of an update's arrays, as its targets, under the policy or the reference."""
@@ -141,7 +126,6 @@ class LogprobDiff:
             batches: the rows of this process and the arrays on the devices, of each microbatch.
             contents: the rollouts of `rows` of this process, at least.
         """
-        self._compiled()
         differences = [np.zeros(0, np.float32)]
         for batch, arrays in batches:
             difference = np.abs(to_local(self.logprobs(params, arrays)) - batch["logprobs_behaviour"])

@@ -74,33 +74,8 @@ def test_so_many_shapes_as_are_allowed_are_compiled_once_each():
         program(state(), batch(8))
 
 
-class Lowered:
-    """A step that counts how often it is lowered."""
-
-    def __init__(self, step):
-        self.step, self.count = step, 0
-
-    def lower(self, *args):
-        self.count += 1
-        return self.step.lower(*args)
-
-
-@pytest.mark.parametrize(("rows", "count"), [(4, 1), (6, 2)])
-def test_a_program_that_is_compiled_ahead_is_taken_by_arguments_that_fit_it(rows, count):
-    lowered = Lowered(step)
-    program = CompiledStep(lowered)
-    program.compile_ahead(state(), jax.eval_shape(batch), contextlib.nullcontext)
-    _, metrics = program(state(), batch(rows))
-    assert int(metrics["n"]) == rows and (lowered.count, program.compiled) == (count, 1)
-    program(state(), batch(rows))
-    assert lowered.count == count
-
-
 def test_an_error_of_the_step_itself_stays_what_it_is():
     program = CompiledStep(jax.jit(lambda state, batch: state["nothing"]))
-    with pytest.raises(KeyError, match="nothing"):
-        program(state(), batch())
-    program.compile_ahead(state(), jax.eval_shape(batch), contextlib.nullcontext)
     with pytest.raises(KeyError, match="nothing"):
         program(state(), batch())
 

@@ -164,10 +164,11 @@ def test_what_the_first_update_runs_is_compiled_once_and_ahead(tmp_path: Path):
     forget_programs()
     threads: dict[str, list[str]] = {"jit(step)": [], "jit(score)": [], "jit(logprobs)": []}
 
-    def compiled(event: str, seconds: float, **about: Any) -> None:
-        del seconds
-        if event.endswith("backend_compile_duration") and about.get("fun_name") in threads:
-            threads[about["fun_name"]].append(threading.current_thread().name)
+    def compiled(event: str, duration_secs: float, **about: Any) -> None:
+        del duration_secs
+        name = str(about.get("fun_name"))
+        if event.endswith("backend_compile_duration") and name in threads:
+            threads[name].append(threading.current_thread().name)
 
     jax.monitoring.register_event_duration_secs_listener(compiled)
     roles = Roles.make(tmp_path / "r", config())
