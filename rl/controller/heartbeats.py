@@ -17,12 +17,7 @@ class Heartbeats:
     """
 
     def __init__(self, limit: float, clock: Callable[[], float] = REAL, events: EventLog | None = None):
-        """Watch nobody yet.
-
-        Args:
-            limit: seconds of silence after which a worker is lost.
-            events: log of an event `silent` for each worker that has fallen silent.
-        """
+        """Watch nobody yet; `limit`: seconds of silence that lose a worker; `events`: log of events `silent`."""
         self._limit, self._clock, self._events = limit, clock, events
         self._heard: OrderedDict[str, float] = OrderedDict()  # longest silent first
         self._lock = threading.Lock()

@@ -37,12 +37,7 @@ class Leasing:
         *,
         restarted: bool,
     ):
-        """Await `begin`.
-
-        Args:
-            evaluations: None: there are none.
-            restarted: a former controller of this run may have granted leases.
-        """
+        """Await `begin`; `evaluations`: None: there are none; `restarted`: a former controller may have leased."""
         self._cfg, self._plan, self._ledger, self._evaluations = cfg, plan, ledger, evaluations
         self._restarted, self._audits = restarted, audits
         self.version = self._first_version = -1

@@ -37,12 +37,7 @@ class Plan:
         skipped: SkippedProblems | None,
         prepare: Callable[[PromptMaker], None] | None,
     ):
-        """Build the tasks.
-
-        Args:
-            skipped: record of the problems that are left out.
-            prepare: makes the problems of evaluations.
-        """
+        """Build the tasks; `skipped`: record of problems left out; `prepare`: makes the problems of evaluations."""
         self._cfg, self._prepare = cfg, prepare
         self.maker = cfg.prompt_maker(tokenizer, skipped)
         self._tasks: TaskMixture = cfg.tasks.build()

@@ -87,12 +87,7 @@ class PromptPool(Configurable):
             self.require("same_noise", again, "False with explore=1: no problem is drawn again")
 
     def __init__(self, cfg: Config, *, tasks: TaskMixture, groups: int, staleness: int):
-        """Plan nothing yet: `start` does.
-
-        Args:
-            groups: problems of a step, at most.
-            staleness: steps that may be under way beside the oldest.
-        """
+        """Plan nothing yet; `groups`: problems of a step, at most; `staleness`: further steps under way."""
         self.cfg, self._tasks, self._groups, self._staleness = cfg, tasks, groups, staleness
         self._step = 0  # steps consumed
         self._turns = [0] * len(tasks.family_names)  # new problems planned, by family

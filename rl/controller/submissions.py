@@ -40,11 +40,7 @@ class Submissions:
         return evaluations.votes(groups) if (evaluations := self._evaluation_of(lease)) is not None else {}
 
     def submit(self, lease: int, groups: tuple[Group, ...], votes: Votes) -> tuple[bool, bool]:
-        """Take the scored groups of a lease; nothing is kept if it is void.
-
-        Returns:
-            If they are accepted, and if that may end a wait: parts of a batch end none.
-        """
+        """Take a lease's scored groups, none if it is void; returns if they are accepted, and may end a wait."""
         if self._audits.owns(lease):
             audited = self._audited(lease, groups)
             return audited, audited

@@ -44,15 +44,7 @@ class AgentRole(Configurable):
         self.cfg = cfg
 
     def segments(self, texts: Mapping[str, str], forms: Mapping[str, str], order: tuple[str, ...]) -> list[TextSegment]:
-        """Return what it sees beside the question, in this order of all placeholders.
-
-        Args:
-            texts: text of each placeholder.
-            forms: text around each, with "{}" in its place.
-
-        Raises:
-            ValueError: a placeholder has no text.
-        """
+        """Return what it sees beside the question, by `texts` and `forms` ("{}": place) in this order (ValueError)."""
         found: list[TextSegment] = []
         for name in (one for one in order if one in self.cfg.sees):
             if not texts.get(name, "").strip():

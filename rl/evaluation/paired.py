@@ -32,11 +32,7 @@ def write_right(run: Path, step: int, groups: Sequence[Group], seed: int) -> Non
 
 
 def compare_evaluated(first: Path, second: Path) -> dict[str, Any] | None:
-    """Compare the last evaluations of two runs, or two folders of `axl eval`; None: one has none, or other tasks.
-
-    Returns:
-        The result of `statistics.compare`, with "steps" of the runs, and "same_noise": they have one seed.
-    """
+    """Compare the last evaluations of two runs or folders by `compare`, with "steps" and "same_noise"; None: others."""
     if (first / SAMPLES).exists() and (second / SAMPLES).exists():
         try:
             return {**compare_folders(first, second), "steps": None, "same_noise": _seed(first) == _seed(second)}

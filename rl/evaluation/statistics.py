@@ -55,11 +55,7 @@ def majority(votes: Sequence[str], correct: Sequence[bool], k: int) -> float:
 
 
 def _with_most(sizes: Sequence[int], most: int, k: int) -> list[list[int]]:
-    """Count subsets of samples that have votes of these `sizes`, none of them more than `most` times.
-
-    Returns:
-        [t][s]: subsets of s samples, at most k, in which exactly t votes occur `most` times.
-    """
+    """Count, [t][s], subsets of s samples, at most k, in which t votes of `sizes` occur `most` times, none more."""
     found = [[1] + [0] * k] + [[0] * (k + 1) for _ in range(k // most)]
     for size in sizes:
         fewer = [math.comb(size, count) for count in range(most)]

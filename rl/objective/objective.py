@@ -250,12 +250,7 @@ class Objective(Configurable):
         return bool(weights.any() and (advantages.any() or others))
 
     def part(self, prepared: Prepared, chosen: np.ndarray) -> Prepared:
-        """Return a mini-batch: the weights of the mean over some groups alone, with the whole batch's advantages.
-
-        Args:
-            prepared: prepared inputs of the whole batch, arrays [groups, samples, ...].
-            chosen: bool[groups].
-        """
+        """Return a mini-batch of the `chosen` groups, bool[groups], of prepared inputs [groups, samples, ...]."""
         whole = prepared.arrays["weights"]
         mask = (whole != 0) & chosen[:, None, None]
         groups = np.repeat(np.arange(len(whole)), whole.shape[1])

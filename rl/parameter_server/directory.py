@@ -110,12 +110,7 @@ class Directory:
         return True
 
     def outcome(self, key: int, timeout: float = 0.0) -> bool | list[int]:
-        """Wait up to `timeout` seconds for the end of an attempt to publish.
-
-        Returns:
-            True if it was published, False if it was aborted. While it is open, the trainer processes that have not
-            committed (none: all have, and the last commit is being checked).
-        """
+        """Wait `timeout` seconds for an attempt's end: True: published, False: aborted, else who has to commit."""
         with self._changed:
             self._changed.wait_for(lambda: isinstance(self._attempts.outcome(key), bool), timeout)
             return self._attempts.outcome(key)

@@ -86,12 +86,7 @@ class LeasedWork:
     def begin(
         self, engine: RequestEngine, adapter: str | None = None, policies: Mapping[str, str | None] | None = None
     ) -> None:
-        """Submit its requests to an engine.
-
-        Args:
-            adapter: name of the adapter that draws, None for the base.
-            policies: those of the policies that its episodes may consult.
-        """
+        """Submit its requests, to be drawn by `adapter` (None: the base), with `policies` that they may consult."""
         features, lease, policy = self.policy.features, self.lease, self.policy
         self.begun, self._hardware = True, _hardware(engine)
         ask = Request if features.episodes is None else features.episodes.request

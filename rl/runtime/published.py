@@ -157,12 +157,7 @@ def check_data(published: PublishedRun, experiment: RLExperiment) -> None:
 def remake(
     published: PublishedRun, cfg: RLExperiment.Config, updates: int | None, say: Callable[[str], None]
 ) -> Checked:
-    """Make the run again in this process, in a folder that is removed, until an update or the first difference.
-
-    Args:
-        cfg: its config, as this machine runs it.
-        updates: the last update to make; None: all.
-    """
+    """Make the run again here, in a folder that is removed, until `updates` (None: all) or a difference."""
     experiment: RLExperiment = cfg.build()
     check_data(published, experiment)
     last = min(len(published.rows), updates or len(published.rows))

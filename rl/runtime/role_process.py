@@ -74,12 +74,7 @@ class RoleProcess:
             threading.Thread(target=self._prepare, daemon=True).start()
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], policy: str = "", term: int = 0) -> Any:
-        """Call a method of the role, for another role.
-
-        Args:
-            policy: policy whose role is called, among several.
-            term: number of the trainer that calls, of which a later one has a larger (UserError: one has called).
-        """
+        """Call the role, for another, of a `policy` of several; `term`: of a trainer (UserError: a later one has)."""
         if term < self._at.term and term:
             raise UserError(f"{self._at.name}.{method}: trainer number {term} was replaced by number {self._at.term}")
         self._at.term = max(term, self._at.term)

@@ -63,13 +63,7 @@ class TrainerStates:
         events: EventLog,
         version: int | None = None,
     ):
-        """Connect.
-
-        Args:
-            held: states that this process was sent.
-            standby: the process that holds them from now on.
-            version: the state to restore; None: the newest.
-        """
+        """Connect; `held`: states sent to this process; `standby`: where they go now; `version`: None: the newest."""
         self._version = version
         self.frozen: Collection[str] = ()
         self._held, self._standby, self._events = held, standby, events

@@ -76,13 +76,7 @@ class Packing(Configurable):
     def plan(
         self, groups: Sequence[Sizes], shards: int = 1, trees: Sequence[TokenTree] | None = None
     ) -> list[Microbatch]:
-        """Return microbatches in which every rollout is once.
-
-        Args:
-            groups: sizes of each.
-            shards: devices that share the rows of a microbatch.
-            trees: what the rollouts of each group have in common, for a packing with `tree`.
-        """
+        """Return microbatches that hold each rollout once, for so many `shards` of rows; `trees`: common beginnings."""
         assert trees is not None or not self.tree
         known = trees if self.tree and trees is not None else [None] * len(groups)
         rows, count = self._fill(groups, known, self.lengths[0]), self.rows * shards

@@ -50,12 +50,7 @@ class Updates(Configurable):
         self._stop_kl, self._seed = cfg.stop_kl, seed
 
     def parts(self, live: np.ndarray, version: int) -> list[np.ndarray]:
-        """Return bool[groups] of each mini-batch: a random share of the live groups, equal but for one group.
-
-        Args:
-            live: bool[groups], true where a group has a weight.
-            version: version that is updated by the batch.
-        """
+        """Return bool[groups] of each mini-batch: random equal shares of the live groups, by the version."""
         order = np.random.default_rng((self._seed, version)).permutation(np.flatnonzero(live))
         shares = [share for share in np.array_split(order, self._minibatches) if share.size]
         return [np.isin(np.arange(len(live)), share) for share in shares]

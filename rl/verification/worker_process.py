@@ -100,12 +100,7 @@ class WorkerProcess:
         return bool(self._unsent)
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return messages that have arrived, not all if there are many.
-
-        Raises:
-            BlockingIOError: nothing has arrived. EOFError: the process has closed its end. MalformedMessage: it sent
-            something else.
-        """
+        """Return messages that are there (BlockingIOError: none; EOFError: the end; MalformedMessage: no message)."""
         try:
             data = self.connection.recv(1 << 16)
         except ConnectionResetError:
@@ -146,12 +141,7 @@ def _score(message: dict[str, Any], most: float) -> Score:
 
 
 def _environment(scorer: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Environment of a process: an import path, no accelerator, one thread, the same hashes everywhere, no secrets.
-
-    Args:
-        scorer: the text of its config, whose modules it may import.
-        names: variables that the scorer asks for.
-    """
+    """Return a process's variables: import path, CPU, one thread, equal hashes, no secrets but `names`."""
     path = [entry or os.getcwd() for entry in sys.path]
     code = [os.environ.get(VARIABLE, ""), *sorted(set(_MODULE.findall(scorer)))]
     return {

@@ -65,12 +65,7 @@ class DeltaCodec(TensorCodec):
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the array.
-
-        Raises:
-            WeightsError: the blob is damaged, or of another shape or dtype.
-            WrongBase: `base` is not the array that the delta was encoded against. (A dense blob needs no base.)
-        """
+        """Return the array (WeightsError: damaged, or another shape or dtype; WrongBase: of another `base`)."""
         content = strip_checksum(self.name, blob)
         kind, body = bytes(content[:1]), content[1:]
         if kind == bytes([DENSE]):

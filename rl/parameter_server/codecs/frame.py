@@ -38,12 +38,7 @@ class TensorCodec(abc.ABC):
     def decode(
         self, blob: Blob, *, shape: Sequence[int], dtype: DTypeLike, base: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the array, C-contiguous, writable, in memory of its own.
-
-        Raises:
-            WeightsError: the blob is damaged, or is not that of an array of this shape and dtype.
-            WrongBase: the blob is a delta to something else than `base`.
-        """
+        """Return the array, C-contiguous, writable, on its own (WeightsError: damaged, or of another; WrongBase)."""
 
 
 class FloatCodec(TensorCodec):

@@ -77,12 +77,7 @@ class Fetch:
         self.mapped: set[str] = set()  # names of segments in use
 
     def read(self, server: ShardReader, parts: Sequence[HeldPart]) -> None:
-        """Read these parts from one server.
-
-        Raises:
-            VersionGone: the server no longer has (all of) them.
-            WeightsError: damaged twice, or the server is gone.
-        """
+        """Read these parts from one server (VersionGone: some are gone; WeightsError: damaged twice, or no server)."""
         for batch in _batches(parts):
             targets = [self._target(part) for part in batch]
             wanted = [(part.tensor, part.index_range) for part in batch]

@@ -14,12 +14,7 @@ _WIDEST = 2  # bytes of an entry: of float32 weights nearly all change in every 
 def encode_deltas(
     shards: Sequence[HostShard], bases: Mapping[ShardId, HostShard]
 ) -> tuple[list[DeltaShard], list[HostShard]]:
-    """Return the shards that are worth a delta to their base, encoded, and the rest.
-
-    Args:
-        shards: shards of a version.
-        bases: those of an earlier one, by tensor and index range; not all are there.
-    """
+    """Return the shards worth a delta to their `bases` (by tensor and index range), encoded, and the rest."""
     codec, deltas, rest = DeltaCodec(), [], []
     for shard in shards:
         base, array = bases.get(shard_id(shard)), shard.array

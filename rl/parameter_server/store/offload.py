@@ -131,11 +131,7 @@ class OffloadStore:
         return raw["manifest"], self._read_shards(version, records)
 
     def retire(self) -> list[int]:
-        """Delete all but the newest `keep` versions, and incomplete ones older than those.
-
-        Returns:
-            The versions deleted, incomplete ones included.
-        """
+        """Delete all but the newest `keep` versions, and older incomplete ones; returns those deleted."""
         with self._lock:
             keys = self._keys()
             kept = self._listed(keys)[-self.keep :]

@@ -102,12 +102,7 @@ class ShardStore:
                 entry.digests.get(name, lambda known=digest: known)
 
     def read(self, version: int, tensor: str, index_range: IndexRange) -> np.ndarray:
-        """Return the array of an index range, C-contiguous: a view if one shard holds it contiguously, else assembled.
-
-        Raises:
-            VersionGone: no shard of the version is held.
-            WeightsError: the index range is not held completely.
-        """
+        """Return an index range's array, a view if it can be (VersionGone: no shards; WeightsError: not whole)."""
         return self._entry(version).read(tensor, index_range)
 
     def where(self, version: int, tensor: str, index_range: IndexRange) -> Location | None:

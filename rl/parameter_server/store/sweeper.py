@@ -14,12 +14,7 @@ class Sweeper:
     def __init__(
         self, servers: Sequence[ShardServer], used: Callable[[], Set[int]], lock: Any, delay: float, clock: RunClock
     ):
-        """Store the settings.
-
-        Args:
-            used: returns the keys to be kept; called under the lock.
-            delay: seconds from a publication to its sweep; 0: none.
-        """
+        """Store the settings; `used`: gives keys to keep, under the lock; `delay`: seconds to a sweep, 0: none."""
         self._servers, self._used, self._lock = servers, used, lock
         self._delay, self._clock = delay, clock
         self._timer: Any = None

@@ -50,15 +50,7 @@ class PrefixCache:
     """A radix tree over blocks of page_size tokens. One thread, as the pool."""
 
     def __init__(self, pool: PagePool, page_size: int, on_evict: OnEvict | None = None):
-        """Make an empty cache.
-
-        Args:
-            page_size: tokens per page.
-            on_evict: called with each page that is evicted, before it is free.
-
-        Raises:
-            UserError: page_size is not positive.
-        """
+        """Make an empty cache; `on_evict`: called with each page evicted, before it is free (UserError: size)."""
         if page_size < 1:
             raise UserError(f"RolloutEngine.page_size is {page_size}; expected 1 token or more")
         self._pool = pool

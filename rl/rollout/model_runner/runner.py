@@ -44,12 +44,7 @@ class ModelRunner:
     def __init__(
         self, cfg: EngineConfig[Any], described: Items[Any] | None = None, adapters: AdapterLimits | None = None
     ):
-        """Make the programs and the memory that they work in.
-
-        Args:
-            described: devices to compile for that are not there (see `described_runner`); nothing is allocated on them.
-            adapters: room for LoRA adapters, of which every row may use another one; None: there is none.
-        """
+        """Make programs and memory; `described`: devices to compile for alone; `adapters`: room for LoRA, or None."""
         self.cfg, self.page_size = cfg, cfg.page_size
         self.mesh = make_mesh(cfg.mesh, described)
         platform = self.mesh.devices.flat[0].platform

@@ -61,12 +61,7 @@ def few_processes() -> Iterator[None]:
 
 
 def start_node(folder: Path, labels: Mapping[str, str], address: str = "") -> Any:
-    """Start a node on loopback for as long as this process lives; returns Ray's object of it.
-
-    Args:
-        folder: folder of its sockets and logs.
-        address: the cluster that it joins; "": a new one, whose head it is.
-    """
+    """Start a node on loopback, for as long as this process lives; returns Ray's object. `address` "": a new head."""
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 

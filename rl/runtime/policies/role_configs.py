@@ -43,12 +43,7 @@ def frozen_players(players: Mapping[str, Mapping[str, Player]]) -> dict[str, int
 
 
 def check_roles(cfg: RLExperiment.Config, found: Mapping[str, RLExperiment.Config]) -> None:
-    """Refuse roles without policies, and policies that cannot play together (ConfigError).
-
-    Args:
-        cfg: config of the experiment.
-        found: those of its policies, by name; empty: it has only one.
-    """
+    """Refuse roles without policies, and policies, `found` by name, that cannot play together (ConfigError)."""
     if not found:
         for environment in environments_of(cfg.tasks):
             expected = "`policies` of the experiment, which play the roles"

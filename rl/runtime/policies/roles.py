@@ -196,13 +196,7 @@ class PolicyRoles:
         batches: Callable[[str], BatchSource],
         weights: Mapping[str, ParameterServerClient],
     ) -> PolicyTrainers:
-        """Build the trainers of all policies; adapters share the arrays of the base.
-
-        Args:
-            controller: learns which policies fail.
-            batches: gives the controller of a policy.
-            weights: clients of the parameter servers, by policy.
-        """
+        """Build the trainers of all policies, adapters on one base; `batches` gives the controller of each."""
         adapters, cfgs = are_adapters(self.cfg.policy), [part.experiment.trainer_cfg for part in self._parts.values()]
         check_memory(cfgs, shared=adapters)
         if adapters:

@@ -101,12 +101,7 @@ def _not_started(error: Exception) -> "SessionLost":
 
 
 def keep_session(kept: Kept, raylets: int, replaced: Callable[[int, int, int], object]) -> None:
-    """Start Ray, tell where it is, and hold it until it cannot go on or SIGTERM comes.
-
-    Args:
-        raylets: 2: roles of the one survive the other.
-        replaced: called when a raylet was replaced (see `LocalRay.hold`).
-    """
+    """Start Ray, tell where, and hold it until it cannot go on or SIGTERM comes; `replaced`: see `LocalRay.hold`."""
     folder = _folder()
     try:
         here = LocalRay(folder, raylets)

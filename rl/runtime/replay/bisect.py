@@ -57,13 +57,7 @@ def first_unequal(a: RunRecord, b: RunRecord) -> tuple[int, list[Unequal]] | Non
 def bisect(
     a: RunRecord, b: RunRecord, trace_a: Tracer, trace_b: Tracer, text: Text = str, update: int | None = None
 ) -> Located | None:
-    """Return where two runs part; None: what is compared is the same.
-
-    Args:
-        trace_a: makes an update of the one again, where and how that run was made.
-        trace_b: the other's.
-        update: compare this update, whatever the records say; None: the first that differs by them.
-    """
+    """Return where runs part, None: nowhere; traces make an update again; `update`: this, else the first by records."""
     if update is None:
         if (found := first_unequal(a, b)) is None:
             return None

@@ -68,12 +68,7 @@ class Supervisor:
         *,
         warm_start: bool = False,
     ) -> int:
-        """Supervise until the trainer's loop returns; returns the completed updates.
-
-        Args:
-            check: raises if Ray itself has died, which is the cause of all other errors then.
-            warm_start: the other roles begin when the trainer has started, which makes what they need.
-        """
+        """Supervise until the trainer's loop returns; returns the updates. `check` raises if Ray itself has died."""
         for name in self._roles.trainer.names:
             self._begin(name)
         if not warm_start:

@@ -81,12 +81,7 @@ class Fields:
             raise bad_field(self.path(name), f"not supported by this server; leave it out{hint}")
 
     def finish(self, ignored: Iterable[str] = (), neutral: Mapping[str, Iterable[Any]] | None = None) -> None:
-        """Refuse the first field that is left, with the nearest one that exists.
-
-        Args:
-            ignored: names of fields that change nothing here.
-            neutral: fields that are not supported, with the values that ask for nothing.
-        """
+        """Refuse the first field left but for `ignored` ones, and `neutral` ones whose values ask for nothing."""
         for name in ignored:
             self.take(name)
         for name, values in (neutral or {}).items():

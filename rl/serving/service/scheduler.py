@@ -74,12 +74,7 @@ class TrainScheduler:
     # ---- models
 
     def open(self, model: str, queue: ModelQueue) -> None:
-        """Take a new model, whose creation is the next request; no effect on one that is there.
-
-        Raises:
-            UnknownId: another tenant has it.
-            ServiceError: all slots are taken.
-        """
+        """Take a model, to be created next, once (UnknownId: it is another tenant's; ServiceError: no slot)."""
         with self._changed:
             if model in self._models:
                 self.find(queue.tenant, model)

@@ -128,12 +128,7 @@ class RolloutValues(Configurable, abc.ABC):
 def values_of_rows(
     model: Any, rows: Mapping[str, jax.Array], read: Callable[[jax.Array, PackedContext], jax.Array]
 ) -> tuple[jax.Array, Aux]:
-    """Return float32 values [rows, length] of the states after each token, and the layers' auxiliary outputs.
-
-    Args:
-        rows: the arrays of `RolloutValues.describe_rows`, complete on all devices that share a row.
-        read: maps final hidden states and their context to values, one number a token.
-    """
+    """Return values [rows, length] after each token, float32, by `read` of hidden states, and auxiliary outputs."""
     order = row_order(rows["tokens"].shape[1])
     if order is not None:
         rows = {name: order.split(rows[name]) for name in ("tokens", "positions", "segment_ids")}

@@ -126,12 +126,7 @@ def limit(*, memory_mb: int, cpu_s: int, file_mb: int, processes: int) -> None:
 
 
 def drop_privileges(user: int | None, *, read_all: bool = False) -> None:
-    """Give up root, all capabilities, and the chance to gain any by a program.
-
-    Args:
-        user: the id that root takes; None for other users.
-        read_all: True to keep root's right to read all files, for a process that other walls keep from files.
-    """
+    """Give up root, which takes the id `user`, and all capabilities; `read_all`: but for root's right to read."""
     header, held = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     checked("capget", _libc.syscall(_number(_SYS_CAPGET), header, held))
     kept = held[1] & _CAP_DAC_READ_SEARCH if read_all else 0  # capability among those permitted

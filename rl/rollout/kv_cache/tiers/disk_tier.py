@@ -18,15 +18,7 @@ class DiskTier:
     """Pages by digest."""
 
     def __init__(self, folder: str, limit: int):
-        """Open the file.
-
-        Args:
-            folder: an existing one, best on a local disk.
-            limit: bytes of the file at most.
-
-        Raises:
-            UserError: no file can be made there.
-        """
+        """Open the file of at most `limit` bytes in a folder, best on a local disk (UserError: none can be made)."""
         self._limit, self._head = limit, 0
         self._places: OrderedDict[bytes, Place] = OrderedDict()  # ordered as written, the oldest first
         self.used = 0  # bytes of pages

@@ -48,12 +48,7 @@ def own_machine(request: RoleRequest, instance: int, nodes: Sequence[Node]) -> d
 
 
 def wait_for_nodes(stop: Callable[[], bool], check: Callable[[], None], say: Callable[[str], None]) -> None:
-    """Wait for as many nodes as the environment says: machines of a launched run come one after another, or in hours.
-
-    Args:
-        stop: True ends the wait.
-        check: raises if Ray itself has died.
-    """
+    """Wait for as many nodes as the environment says, which may take hours; `check` raises if Ray has died."""
     text = os.environ.get(NODES_VARIABLE, "0")
     needed, said = int(text) if text.isdecimal() else 0, 0.0
     while needed and not stop():

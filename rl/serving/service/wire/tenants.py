@@ -86,12 +86,7 @@ class Tenants:
         return session
 
     def touch(self, tenant: str, session: str) -> None:
-        """Note a sign of life of a session.
-
-        Raises:
-            UnknownId: no session of this tenant.
-            SessionEnded: it has ended.
-        """
+        """Note a sign of life of a session (UnknownId: none of this tenant; SessionEnded: it has ended)."""
         if not _owns(tenant, session):
             raise UnknownId("session", session)
         if session in self._ended:

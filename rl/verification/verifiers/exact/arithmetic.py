@@ -102,12 +102,7 @@ def factorial(value: Number) -> Fraction:
 
 
 def whole(value: Number, most: int) -> int:
-    """Return a value as a whole number.
-
-    Raises:
-        Unclear: it is more than `most`.
-        Undefined: it is negative, or no whole number.
-    """
+    """Return a value as a whole number (Unclear: above `most`; Undefined: negative, or not whole)."""
     if not isinstance(value, Fraction) or value.denominator != 1 or value < 0:
         raise Undefined
     if value > most:

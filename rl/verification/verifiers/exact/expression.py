@@ -58,13 +58,7 @@ def evaluate(text: str, names: bool = True, base: int = 0) -> Values:
 
 
 def same_values(one: Values, other: Values, digits: int) -> bool:
-    """Return True if two expressions agree at all points where both are defined.
-
-    Args:
-        one: values of an answer.
-        other: values of the reference.
-        digits: decimals that are compared where some number has a decimal point; all else must be exact.
-    """
+    """Return True if answer `one` and reference `other` agree where both are defined, decimals to `digits`."""
     count = max(len(one.points), len(other.points))
     points = [values.points * (count if len(values.points) == 1 else 1) for values in (one, other)]
     pairs = [(a, b) for a, b in zip(*points, strict=True) if a is not None and b is not None]

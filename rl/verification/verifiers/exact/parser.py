@@ -32,24 +32,13 @@ class Parser:
     """Recursive descent that computes while it reads; anything unexpected is unclear."""
 
     def __init__(self, tokens: list[str], letter: Callable[[str], Fraction], base: int, *, real: bool):
-        """Begin to read.
-
-        Args:
-            letter: gives the value of a letter.
-            base: that of a logarithm without one; 0: e.
-            real: only real values count.
-        """
+        """Begin to read; `letter`: gives a letter's value; `base`: of a bare logarithm, 0: e; `real`: real values."""
         self._tokens = [*tokens, ""]
         self._place, self._bars = 0, 0
         self._letter, self._base, self._real = letter, base, real
 
     def value(self) -> Any:
-        """Return the value of the whole expression.
-
-        Raises:
-            Unclear: it is none of the subset, or too large.
-            Undefined: it has no real value.
-        """
+        """Return the whole expression's value (Unclear: not of the subset, or too large; Undefined: not real)."""
         value = self._sum()
         self._expect("")
         return value
