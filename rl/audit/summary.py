@@ -16,10 +16,7 @@ PHASES = ("sft", "eval_before", "rl", "eval_after")
 
 
 def summarise_run(run: RunDirectory, *, name: str, seed: int) -> dict[str, Any]:
-    """Summarise a run: evaluations, phases, kills, throughput, weight transfer, staleness, agreement, versions.
-
-    `joins` has, for each start of a worker, the seconds until its first rollouts were accepted.
-    """
+    """Summarise a run, from evaluations to versions; `joins`: seconds of each worker's start to accepted rollouts."""
     events = read_rows(run.events_path)
     rows = [row for row in read_rows(run.metrics_path) if row["phase"] == "rl"]
     seconds = {phase: _phase_seconds(events, phase) for phase in PHASES}

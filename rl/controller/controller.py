@@ -169,10 +169,7 @@ class Controller(Configurable):
             return self._submissions.ledger_of(lease).renew(lease, self._clock() + self.cfg.lease_seconds)
 
     def hand_back(self, lease: int, rollouts: tuple[Rollout, ...]) -> bool:
-        """Store the partial rollouts of a worker that shuts down, for the next worker; False if the lease is void.
-
-        With audits they are drawn again: a rollout must be one worker's.
-        """
+        """Store partial rollouts for the next worker, with audits none: one draws all; False: the lease is void."""
         with self._changed:
             ledger = self._submissions.ledger_of(lease)
             item = ledger.hand_back(lease, () if self._audits.on else rollouts)
@@ -323,10 +320,7 @@ class Controller(Configurable):
             return self._submissions.held_up(step, self._clock()) or "nothing"
 
     def status(self) -> dict[str, Any]:
-        """Return the counts of the ledger, the registered workers, the newest version, and if the run is over.
-
-        `evaluating` is the version whose evaluation is due or in hand, or None.
-        """
+        """Return the ledger's counts, workers, newest version, the one being evaluated, and if the run is over."""
         with self._changed:
             evaluating = None if self._evaluations is None else self._evaluations.version
             standing = {"version": self._leasing.version, "evaluating": evaluating, "stopped": self._stopped}

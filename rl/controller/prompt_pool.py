@@ -257,10 +257,7 @@ class PromptPool(Configurable):
         return most if each is None else min(most, each * self._families[family].dead_share)
 
     def _again(self, family: int, step: int, taken: set[int], rng: np.random.Generator) -> Iterator[int]:
-        """Yield the problems of a family near the target by a rate drawn from each one's posterior, the nearest first.
-
-        Drawing the rates (Thompson sampling) tries problems again of which little is known.
-        """
+        """Yield a family's problems by rates drawn from posteriors (Thompson), the nearest to the target first."""
         count, records = len(self._turns), self._records
         problems = [
             problem

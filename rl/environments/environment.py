@@ -147,10 +147,7 @@ class Environment(Configurable, abc.ABC):
         """Carry out an action; returns (observation, reward, done), or an awaitable of them."""
 
     def hear(self, answer: Any) -> Any:
-        """Go on from the answer to a `Consult`, or the list of them; returns what `step` would.
-
-        Before the first action it pays nothing.
-        """
+        """Go on from the answer, or answers, to a `Consult`, as `step`; before the first action it pays nothing."""
         raise NotImplementedError
 
     def refuse(self, action: str, why: str) -> Any:

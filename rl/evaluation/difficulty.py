@@ -11,10 +11,7 @@ from rl.tasks.rows.columns import Columns
 
 
 def with_pass_rates(file: str, folder: Path, columns: Columns, out: Path) -> dict[str, Any]:
-    """Write the rows of a file with `pass_rate` and `samples` of an evaluation of it, and return counts.
-
-    A row is found by its question; one that was not asked (its prompt is too long) gets neither field.
-    """
+    """Write a file's rows with `pass_rate` and `samples` where their question was asked, and return counts."""
     asked = {row["question"]: [is_right(sample) for sample in row["samples"]] for row in sample_rows(folder)}
     rates: list[float] = []
 

@@ -145,10 +145,7 @@ class Directory:
             return max(self._versions, default=-1)
 
     def versions(self) -> list[int]:
-        """Return the complete versions on live shard servers, oldest first.
-
-        Trainers use it to decide what to publish again; it asks every shard server for its incarnation.
-        """
+        """Return the complete versions on live shard servers, each of which is asked, oldest first."""
         with self._changed:
             known = dict(self._incarnations)
         now = live_servers(self._servers)

@@ -25,10 +25,7 @@ class TokenTree(NamedTuple):
         return found
 
     def families(self, rollouts: Mapping[int, int]) -> list[list[int]]:
-        """Return those of these rollouts (index -> tokens) that have a first token in common, in pre-order.
-
-        The family with the longest rollout is first.
-        """
+        """Return rollouts (index -> tokens) with a common first token, in pre-order, the longest's family first."""
         found: list[list[int]] = []
         for rollout, common in zip(self.order, self.common, strict=True):
             if not common or not found:

@@ -144,10 +144,7 @@ class PolicyTrainer(Configurable):
         critic: RolloutValues | None,
         frozen: frozenset[str],
     ) -> tuple[State, int]:
-        """Return the newest state of a checkpoint, or the first one, and its step; the parts beside it likewise.
-
-        `begin`: restores or starts the state and `also` what is described.
-        """
+        """Return the newest or first state, its step, and the parts beside it; `begin` restores or starts these."""
         params = program.state["params"]
         held = {} if reference is None else reference.describe(params)
         memory = {} if reference is None else reference.memory(params)

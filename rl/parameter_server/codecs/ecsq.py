@@ -73,10 +73,7 @@ class EcsqCodec(RowCodec):
 
 
 def step_for(values: np.ndarray, error: float) -> float:
-    """Return the step whose rounding has this mean square error, found by bisection, within 0.1 %.
-
-    The step is so large at least that no more than 4,096 integers are in use.
-    """
+    """Return the step whose rounding has this mean square error, within 0.1 %, and at most 4,096 integers."""
     largest = float(np.abs(values).max())
     least = max(2 * largest / (_WIDEST - 4), float(np.finfo(np.float32).tiny))
     sample = values.reshape(-1)[:: max(1, values.size >> 18)]

@@ -26,10 +26,7 @@ class BufferPool:
         self._returned: collections.deque[np.ndarray] = collections.deque()  # filled by finalizers, which never block
 
     def empty(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return an uninitialised array, as `np.empty`, aligned for use by CPU devices without a copy.
-
-        The memory returns to the pool when neither this array nor a view of it is left.
-        """
+        """Return an array as `np.empty`, aligned for CPU devices; without views its memory is the pool's again."""
         kind = np.dtype(dtype)
         nbytes = math.prod(shape) * kind.itemsize
         if nbytes < _SMALL:

@@ -119,10 +119,7 @@ class LocalShardServer:
             self._encoded.get(name, lambda blob=shard.blob: blob)
 
     def adopt(self, key: int, segment: str, shards: Sequence[SharedShard]) -> None:
-        """Store shards that lie in shared memory, without a copy.
-
-        Nothing has moved, so nothing is read here: digests are computed when a reader asks who cannot map the memory.
-        """
+        """Store shards in shared memory without a copy; digests are computed for readers that cannot map it."""
         memory = SharedSegment.attach(segment)
         arrays = [
             (tensor, index_range, view(memory.buffer, offset, index_range, dtype))

@@ -23,10 +23,7 @@ class Endpoint:
 
 
 def own_address() -> str:
-    """Return this host's address as other hosts see it.
-
-    It is that of the interface of the default route (no packet is sent), or any other if there is no such route.
-    """
+    """Return this host's address as others see it: of the default route's interface, else of any."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # reserved for documentation
         return probe.getsockname()[0]

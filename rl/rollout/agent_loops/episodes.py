@@ -61,10 +61,7 @@ class Episodes:
         self._records[problem_id] = episodes
 
     def continuable(self, partial: Iterable[Rollout]) -> tuple[Rollout, ...]:
-        """Return rollouts that a worker has handed back, of episodes without tokens where they were not over.
-
-        Those begin again: their environments are gone with the worker.
-        """
+        """Return rollouts handed back, those of unfinished episodes empty: their environments are gone."""
         return tuple(
             rollout if _whole(rollout) or self._tasks.environment(rollout.prompt_id) is None else _empty(rollout)
             for rollout in partial

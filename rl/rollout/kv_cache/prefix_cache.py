@@ -133,10 +133,7 @@ class PrefixCache:
         return freed
 
     def drop(self, keep: Callable[[Any], bool]) -> int:
-        """Drop every tree whose key keep(key) rejects; returns its number of pages.
-
-        Pages that a running sequence holds become free when it releases them.
-        """
+        """Drop trees whose keys keep(key) rejects; returns their pages, free once no running sequence has them."""
         dropped: list[int] = []
         for key in [key for key in self._roots if not keep(key)]:
             below = list(self._roots.pop(key).children.values())

@@ -67,10 +67,7 @@ def pack_prefill(
     adapters: bool = False,
     scored: bool = False,
 ) -> PrefillBatch:
-    """Pack the next `count` tokens of each sequence; `pages`: of a row; `adapters`: with the rows' slots.
-
-    `scored`: with the tokens behind them as targets.
-    """
+    """Pack each sequence's next `count` tokens; `pages`: of a row; `adapters`: with slots; `scored`: with targets."""
     batch = PrefillBatch(
         tokens=np.zeros((rows, chunk), np.int32),
         starts=np.zeros(rows, np.int32),

@@ -90,10 +90,7 @@ class ExpertSlots(Configurable):
         self._before, self._drawn = self._drawn, np.zeros_like(self._drawn)
 
     def figures(self) -> dict[str, float]:
-        """Return the busiest device's rows over the mean, of what the weights in place have drawn; nothing: no token.
-
-        `busiest_to_mean_without` is the same without replicas.
-        """
+        """Return the busiest device's rows over the mean, and the same without replicas; nothing: no token."""
         loads = self._drawn.copy()
         if not loads.any():
             return {}

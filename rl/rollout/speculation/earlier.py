@@ -99,10 +99,7 @@ class EarlierRollouts:
         return chosen
 
     def draft(self, sequence: Sequence, room: int) -> np.ndarray:
-        """Return what the sequence is expected to go on with, int32, as deep as makes sense; empty: it is unknown.
-
-        `room`: tokens that it has pages for.
-        """
+        """Return what likely follows, int32, as deep as makes sense; empty: unknown. `room`: tokens with pages."""
         earlier, key = sequence.group.request.earlier, _key(sequence)
         none = np.zeros(0, np.int32)
         if sequence.sample >= len(earlier) or sequence.is_prefix or key in self._refused:

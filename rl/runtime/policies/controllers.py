@@ -160,10 +160,7 @@ class Controllers:
         }
 
     def fail(self, policy: str, why: str, step: int | None = None) -> None:
-        """Stop a policy by whose fault something failed; its leases are void, and the others go on.
-
-        `step`: updates that its trainer has made, if that found the fault.
-        """
+        """Stop a policy at fault; its leases are void, others go on. `step`: updates, if its trainer found it."""
         controller = self.of(policy)
         if not self._has_failed(policy, why, step):
             return
@@ -177,10 +174,7 @@ class Controllers:
             return dict(self._failed)
 
     def admit(self, policy: str, change: int) -> None:
-        """Begin a policy that joins or resumes by this change of the run, unless that was taken up before.
-
-        One whose controller cannot be made has failed.
-        """
+        """Begin a policy that joins or resumes by this change, once; one without a controller has failed."""
         with self._admitting:
             if self._make is None or not self._taken.is_new(policy, change):
                 return

@@ -36,10 +36,7 @@ class RoleActor:
 
 
 def _tell_jax(variables: Mapping[str, str]) -> None:
-    """Set the options that jax would have read from these variables, in a fork of an interpreter that has imported it.
-
-    What XLA and libtpu read, they read when devices are opened.
-    """
+    """Set options that jax has read from other variables, in a fork that imported it; XLA and libtpu read later."""
     if "jax" not in sys.modules:
         return
     import jax

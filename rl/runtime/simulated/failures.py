@@ -156,10 +156,7 @@ def read_rate(text: str) -> tuple[str, float]:
 
 
 def synthetic(rates: Mapping[str, float], hours: float, seed: int = 0, *, back_s: float = 0.0) -> list[Failure]:
-    """Return kills at random times (Poisson), by role: failures an hour of each role, of all workers together.
-
-    With `back_s` a worker's host is gone for as many seconds on average (exponential), as spot capacity is.
-    """
+    """Return Poisson kills by role's rate an hour; `back_s`: mean seconds that a worker's host is gone."""
     if not (0 <= back_s < math.inf):
         raise UserError(f"--back-s {back_s:g}: expected seconds, 0 or more")
     rng, found = random.Random(seed), list[Failure]()

@@ -206,10 +206,7 @@ class Supervisor:
         self._restart([name], [name])
 
     def _restart(self, first: list[str], dead: list[str]) -> None:
-        """Await the restart of a process that has ended and of all others of its role, or let a spare take its place.
-
-        `first`: the processes that ended first; `dead`: all that have ended by themselves.
-        """
+        """Await the restart of a role's processes, or a spare; `first` ended first, `dead` by themselves."""
         group = self._roles.groups[first[0]]
         self._waiting = {r: waiting for r, waiting in self._waiting.items() if waiting[0] not in group.names}
         self._former |= group.end(first, dead, self._log)

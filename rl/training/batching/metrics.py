@@ -15,10 +15,7 @@ _ROUNDING = 1e-6  # rounding error of a reward that is a weighted sum
 
 
 def batch_metrics(headers: Sequence[GroupHeader], correct_threshold: float) -> dict[str, float]:
-    """Return metrics of all rollouts of a batch, whether they are learned from or not; of demonstrations, their own.
-
-    `correct_threshold`: reward from which on a rollout is right.
-    """
+    """Return metrics of a batch's rollouts, demonstrations' apart; `correct_threshold`: reward of a right one."""
     given, headers = {**_demonstrations(headers), **_nodes(headers)}, [_drawn(header) for header in headers]
     rewards = np.asarray([score.reward for header in headers for score in header.scores])
     lengths = [rollout.length for header in headers for rollout in header.rollouts]

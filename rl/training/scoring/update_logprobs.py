@@ -33,10 +33,7 @@ _PLACES = ("prefix_segments", "segments", "prefix_positions", "positions")  # fi
 
 
 def scored_arrays[T](batch: Mapping[str, T], *, routed: bool = True) -> dict[str, T]:
-    """Return the arrays of a batch, or of a described one, that `policy_logprobs` reads.
-
-    `routed`: with the recorded experts, which are of no use to another model.
-    """
+    """Return the arrays that `policy_logprobs` reads of a batch; `routed`: with experts, of this model alone."""
     return {name: batch[name] for name in _SCORED if name in batch and (routed or name != "routing")}
 
 
@@ -73,10 +70,7 @@ def policy_logprobs(
     spec: UpdateSpec,
     values: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Scored:
-    """Return the objective's input from a model, at the behaviour temperature.
-
-    `values` maps final hidden states [batch, length, dim] to values [batch, length].
-    """
+    """Return a model's input to the objective; `values`: hidden [batch, length, dim] -> [batch, length]."""
     (x, each, order, aux), targets = _states(model, batch, spec.chunks), batch["targets"]
     reference = None
     if REFERENCE_STATES in batch:

@@ -56,10 +56,7 @@ def read_segment(
 
 @partial(jax.jit, static_argnames=("form",))
 def offsets_of(found: Tokens, base: Tokens, shift: jax.Array, *, form: CacheForm) -> Tokens:
-    """Return what a context has added to the tokens of a segment, at the positions of `base`, float32.
-
-    `shift`: position of the segment in that context.
-    """
+    """Return what a context adds to a segment, at `shift` in it, at the positions of `base`, float32."""
     back = _rotated({name: x.astype(jnp.float32) for name, x in found.items()}, -shift, form.freq)
     return {name: back[name] - x.astype(jnp.float32) for name, x in base.items()}
 

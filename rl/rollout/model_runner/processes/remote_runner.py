@@ -42,10 +42,7 @@ class RemoteRunner:
         return self
 
     def run(self, leaving: Callable[[], bool] = lambda: False) -> None:
-        """Make the leader's calls until it says that there are no more; `leaving()`: this process must go.
-
-        If the leader dies, jax.distributed ends this process.
-        """
+        """Make the leader's calls to their end, or `leaving()`; if it dies, jax.distributed ends this process."""
         self._leaving = leaving
         while (call := self._calls.get()).name != "close":
             if call.name == "place":
