@@ -158,7 +158,7 @@ def suggested_fleet(here: Sequence[Any]) -> str:
         kind, count = gpu_text(here), len(here)
         if count == 1:
             return f"--fleet trainer={kind}:0.5,workers=2x{kind}:0.25"
-        trainer = _half(count)
+        trainer = 1 << ((count // 2).bit_length() - 1)  # power of two, by which batches divide
         return f"--fleet trainer={kind}:{trainer},workers={count - trainer}x{kind}:1"
     generation = generation_of(here[0])
     count = len(here) // (1 if generation is None else generation.devices)
@@ -169,11 +169,6 @@ def suggested_fleet(here: Sequence[Any]) -> str:
     trainer = 4 if count == 8 else 1  # slices have one, four or eight chips
     name = generation.name
     return f"--fleet trainer={name}:{shapes[trainer]},workers={count - trainer}x{name}:{shapes[1]}"
-
-
-def _half(count: int) -> int:
-    """Return the largest power of two that is at most half of the count: batches divide by it."""
-    return 1 << ((count // 2).bit_length() - 1)
 
 
 def _words(here: Sequence[Any]) -> str:

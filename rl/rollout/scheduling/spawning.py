@@ -124,17 +124,14 @@ def known(join: Join) -> tuple[Any, Exception | None] | None:
     if join.after is None:
         over = all(completion.ended for completion in join.completions)
     else:
-        over = any(_has_more(one, known) for one, known in zip(join.completions, join.after, strict=True))
+        pairs = zip(join.completions, join.after, strict=True)
+        over = any(one.ended or (isinstance(one, Sequence) and one.settled > known) for one, known in pairs)
     if not over and join.completions:
         return None
     for completion in join.completions:
         if isinstance(completion, Sequence) and completion.group.parent is not None and completion.group.error:
             return None, UserError(completion.group.error)
     return [_so_far(completion) for completion in join.completions], None
-
-
-def _has_more(completion: Completion, known: int) -> bool:
-    return completion.ended or (isinstance(completion, Sequence) and completion.settled > known)
 
 
 def _so_far(completion: Completion) -> Rollout:

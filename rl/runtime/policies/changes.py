@@ -29,28 +29,18 @@ NAME = re.compile(r"[a-z0-9][a-z0-9._=+-]{0,99}")  # names of policies, which ar
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """The last change of a policy that the user has asked for, or that was taken up.
+    """The last change of a policy that the user has asked for, or that was taken up."""
 
-    Attributes:
-        number: number of its row among all changes of the run, from 1.
-        stopped: the policy is to stop; False: it joins or resumes.
-    """
-
-    number: int
-    stopped: bool
+    number: int  # number of its row among all changes of the run, from 1
+    stopped: bool  # the policy is to stop; False: it joins or resumes
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyChanges:
-    """All changes of a run.
+    """All changes of a run."""
 
-    Attributes:
-        joined: edits of the policies that join, path -> text, in their order.
-        last: the last change of each policy that has one.
-    """
-
-    joined: dict[str, dict[str, str]]
-    last: dict[str, Change]
+    joined: dict[str, dict[str, str]]  # edits of the policies that join, path -> text, in their order
+    last: dict[str, Change]  # last change of each policy that has one
 
 
 def changes_path(run: RunDirectory) -> Path:

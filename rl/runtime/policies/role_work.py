@@ -18,11 +18,6 @@ from rl.rollout.worker_policy import WorkerPolicy
 from rl.runtime.policies.adapters import adapter_name
 
 
-def role_seed(seed: int, role: str) -> int:
-    """Return the seed of a role's draws, of that of the policy that draws them."""
-    return derived_seed("role", seed, role) % 2**32
-
-
 def works_of(lease: Lease, policies: Mapping[str, WorkerPolicy[Any]], worker: str) -> list[LeasedWork]:
     """Return the works of a lease and those beside it; of the same episodes, they draw together."""
     works: list[LeasedWork] = []
@@ -111,7 +106,7 @@ class _Play:
                 request = Request(
                     prompt,
                     lease.samples,
-                    role_seed(draw_seed(policy.seed, prompt.draw), seat.role),
+                    derived_seed("role", draw_seed(policy.seed, prompt.draw), seat.role) % 2**32,
                     sampler=policy.sampler if seat.policy else None,
                     adapter=adapter_name(seat) if seat.policy else None,
                     agent_loop=play.loop(seat.role),

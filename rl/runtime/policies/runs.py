@@ -15,15 +15,9 @@ from rl.runtime.policies.configs import policy_configs
 
 @dataclasses.dataclass(frozen=True)
 class PolicyRun:
-    """A policy's experiment and run directory.
+    """A policy's experiment and run directory."""
 
-    Attributes:
-        name: name of the policy; "": the experiment's only one, whose run is the whole.
-        experiment: its experiment.
-        run: its run directory.
-    """
-
-    name: str
+    name: str  # name of the policy; "": the experiment's only one, whose run is the whole
     experiment: RLExperiment
     run: RunDirectory
 

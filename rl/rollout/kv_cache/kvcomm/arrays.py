@@ -88,7 +88,8 @@ def write_segment(
     tokens = _rotated(tokens, start, form.freq)
     size = next(iter(base.values())).shape[1]
     rows, slots, live = _places(pool, table, start, end, form, size)
-    rows = jnp.where(live & (jnp.arange(size) >= first), rows, _null_rows(form))
+    null = NULL_PAGE + jnp.arange(form.layers)[:, None] * form.pages
+    rows = jnp.where(live & (jnp.arange(size) >= first), rows, null)
     tokens = {name: x.astype(pool[name].dtype) for name, x in tokens.items()}
     if has_latents(pool):
         return {"latent": pool["latent"].at[rows, slots].set(tokens["latent"][:, :, 0])}
@@ -167,7 +168,3 @@ def _places(
     positions = start + jnp.arange(size)
     pages = jnp.where(live, jnp.take(table, positions // page_size, mode="clip"), NULL_PAGE)
     return pages + jnp.arange(form.layers)[:, None] * form.pages, positions % page_size, live
-
-
-def _null_rows(form: CacheForm) -> jax.Array:
-    return NULL_PAGE + jnp.arange(form.layers)[:, None] * form.pages
