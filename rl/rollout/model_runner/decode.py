@@ -88,7 +88,7 @@ def decode(
     """
     head, steps, pages, candidates = model, settings.steps, settings.pages, settings.candidates
     if settings.in_pages:
-        cache, advance = pool, _paged_step(model, batch, pages, settings.kernel)
+        cache, advance = pool, paged_step(model, batch, 1, pages, settings.kernel)
     else:
         own: Any = windows[0]
         own = own if batch.shared is None else [tile.own for tile in own]
@@ -101,7 +101,7 @@ def decode(
         final = jax.lax.while_loop(
             lambda state: (state["step"] < steps) & (jnp.sum(state["alive"]) >= min_alive_rows),
             _token_step(head, batch, advance, plain, candidates),
-            _first_state(model, batch, cache, steps, candidates),
+            first_state(model, batch, cache, steps, candidates),
         )
     return outcome(pool, windows, batch, final, pages, settings.in_pages, ("tokens", "counts", "stopped", "broken"))
 
@@ -171,7 +171,10 @@ def outcome(
     return pool, windows, {**out, "steps": final["step"]}
 
 
-def _first_state(model: Any, batch: DecodeBatch, cache: Any, steps: int, candidates: int | None) -> dict[str, Any]:
+def first_state(
+    model: Any, batch: DecodeBatch, cache: Any, steps: int, candidates: int | None = None
+) -> dict[str, Any]:
+    """Return what a dispatch begins with; `steps`: tokens that each row may draw."""
     size = batch.feed.shape[0]
     return {
         "step": jnp.int32(0),
@@ -219,12 +222,15 @@ def empty_record(model: Any, steps: int, size: int) -> jax.Array | None:
     return constrain(jnp.zeros((steps, layers, size, top_k), layout.dtype), None, None, None, None)
 
 
-def _paged_step(model: Any, batch: DecodeBatch, pages: int, kernel: PagedKernel | None) -> Advance:
+def paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int, kernel: PagedKernel | None) -> Advance:
+    """Return the forward pass of a step on the pages: of a token of each row, [r], or of several, [r, chunk]."""
+
     def advance(
-        pool: Pool, feed: jax.Array, lengths: jax.Array, alive: jax.Array, step: jax.Array
+        pool: Pool, fed: jax.Array, lengths: jax.Array, live: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, Pool, Any]:
-        context = paged_context(batch, lengths, alive.astype(jnp.int32), chunk=1, pages=pages, kernel=kernel)
-        hidden = model.hidden(feed[:, None], context, pool)
+        counts = live.astype(jnp.int32) if live.ndim == 1 else jnp.sum(live, axis=1, dtype=jnp.int32)
+        context = paged_context(batch, lengths, counts, chunk=chunk, pages=pages, kernel=kernel)
+        hidden = model.hidden(fed[:, None] if fed.ndim == 1 else fed, context, pool)
         return hidden.x, hidden.cache, record_of(model, hidden)
 
     return advance

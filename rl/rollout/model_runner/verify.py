@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axlearn_like.kernels.paged_attention.kernel import PagedKernel
 from axlearn_like.layers.contexts.cells import Windows, cells_needed
 from axlearn_like.layers.contexts.paged import PagedContext, Pool
 from axlearn_like.layers.contexts.window import DraftContext
@@ -27,10 +26,10 @@ from rl.rollout.model_runner.decode import (
     Advance,
     DecodeSettings,
     Step,
-    empty_record,
     filled,
+    first_state,
     outcome,
-    paged_context,
+    paged_step,
     record_of,
 )
 from rl.rollout.speculation.draft import CONTEXT, NOTHING
@@ -61,7 +60,7 @@ def decode_drafts(
     """
     steps, pages, room = settings.steps, settings.pages, settings.steps * chunk
     if settings.in_pages:
-        cache, advance = pool, _paged_step(model, batch, chunk, pages, settings.kernel)
+        cache, advance = pool, paged_step(model, batch, chunk, pages, settings.kernel)
     else:
         furthest = cells_needed(windows[0], batch.lengths + jnp.minimum(batch.remaining, room))
         cache = filled(model, windows, pool, batch, furthest, room, pages)
@@ -158,6 +157,8 @@ def _draft_step(model: Any, batch: DecodeBatch, advance: Advance, room: int, chu
             "tokens": put(state["tokens"], tokens),
             "chosen": jax.tree.map(put, state["chosen"], chosen),
             "routing": _put_routing(state["routing"], routing, places, rows),
+            "kept": None,
+            "scores": None,
             "drafted": state["drafted"] + drafted,
             "accepted": state["accepted"] + right,
             "missed": state["missed"] + (alive & ((wanted == 0) | (right < jnp.minimum(drafted, drawn)))),
@@ -193,31 +194,17 @@ def _drawer(
 
 def _first_state(model: Any, batch: DecodeBatch, cache: Any, room: int) -> dict[str, Any]:
     """Return what a dispatch begins with; `room`: tokens that each row may draw."""
-    size = batch.feed.shape[0]
-    none = jnp.zeros(size, jnp.int32)
+    none, recent = jnp.zeros(batch.feed.shape[0], jnp.int32), batch.draft[:, :CONTEXT]
     return {
-        "step": jnp.int32(0),
+        **first_state(model, batch, cache, room),
+        "scores": None,  # none with drafts
         "idle": jnp.int32(0),
-        "cache": cache,
-        "feed": batch.feed,
-        "recent": batch.draft[:, :CONTEXT],
-        "pointer": _follow(batch.draft, batch.draft[:, :CONTEXT], none + CONTEXT),
-        "lengths": batch.lengths,
-        "counts": none,
-        "alive": batch.remaining > 0,
-        "stopped": jnp.zeros(size, bool),
-        "broken": jnp.zeros(size, bool),
-        "seen": batch.seen,
-        "tokens": jnp.zeros((room, size), jnp.int32),
-        "chosen": Chosen(*[jnp.ones((room, size), jnp.float32)] * 3),
-        "routing": empty_record(model, room, size),
+        "recent": recent,
+        "pointer": _follow(batch.draft, recent, none + CONTEXT),
         "drafted": none,
         "accepted": none,
         "missed": none,
     }
-
-
-# ---- drafts
 
 
 def _verified(
@@ -273,21 +260,6 @@ def _follow(draft: jax.Array, recent: jax.Array, aligned: jax.Array) -> jax.Arra
 
 def _at(values_rc: jax.Array, place_r: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values_rc, place_r[:, None], axis=1)[:, 0]
-
-
-# ---- the model
-
-
-def _paged_step(model: Any, batch: DecodeBatch, chunk: int, pages: int, kernel: PagedKernel | None) -> Advance:
-    def advance(
-        pool: Pool, fed: jax.Array, lengths: jax.Array, live: jax.Array, counts: jax.Array
-    ) -> tuple[jax.Array, Pool, Any]:
-        live_counts = jnp.sum(live, axis=1, dtype=jnp.int32)
-        context = paged_context(batch, lengths, live_counts, chunk=chunk, pages=pages, kernel=kernel)
-        hidden = model.hidden(fed, context, pool)
-        return hidden.x, hidden.cache, record_of(model, hidden)
-
-    return advance
 
 
 def _window_step(model: Any, windows: Windows, chunk: int) -> Advance:
