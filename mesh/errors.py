@@ -4,8 +4,6 @@ This module is at the lowest floor and imports nothing of the project, so that e
 command line can tell them from bugs (see ``tools/cli.py``).
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

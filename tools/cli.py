@@ -5,8 +5,6 @@ stderr with exit status 2; ``axl --debug ...`` (or ``AXL_DEBUG=1``) shows the tr
 Other exceptions are bugs and always show theirs.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

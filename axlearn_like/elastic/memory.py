@@ -1,20 +1,11 @@
 """The memory of the other members as a tier of checkpoints: a process that comes takes its state from there."""
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from axlearn_like.elastic.member import Changed, Member, OfferedState
+from axlearn_like.elastic.member import Changed, Member
+from axlearn_like.elastic.update import MemberStep
 from mesh.errors import UserError
-
-
-class PeerStep(Protocol):
-    """A step whose members offer their states to each other."""
-
-    extras: dict[str, Any]  # parts of the newest state beside its arrays
-
-    def received(self, sent: OfferedState, abstract: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that others have sent to one that has none."""
-        ...
 
 
 class PeerMemory:
@@ -22,7 +13,7 @@ class PeerMemory:
 
     frozen: Collection[str] = ()  # paths of arrays that no update changes; they are sent like the others
 
-    def __init__(self, member: Member, step: PeerStep, prepare: Callable[[], None]):
+    def __init__(self, member: Member, step: MemberStep, prepare: Callable[[], None]):
         """Take the step, which offers states, and what compiles it before the others wait for this member."""
         self._member, self._step, self._prepare = member, step, prepare
         self._joined = False

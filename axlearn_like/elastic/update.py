@@ -1,7 +1,7 @@
 """The update of an elastic run: this member's parts of the batch, the sum with the others, the learner's update."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, override
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,10 @@ class MemberStep:
         self.extras: dict[str, Any] = {}
         self._metrics: Mapping[str, Any] = {}  # metrics of the last update
         self._names: list[str] = []  # names of the metrics
+
+    def received(self, sent: OfferedState, abstract: Mapping[str, Any]) -> State:
+        """Return the state that others have sent to one that has none."""
+        raise NotImplementedError
 
     def _told(self) -> dict[str, Any]:
         """Return the metrics of the last update, JSON-able."""
@@ -127,8 +131,8 @@ class ElasticStep(MemberStep):
         arrays = [np.array(leaf) for leaf in jax.tree.leaves(state)]
         return OfferedState(arrays, {"extras": self.extras, "metrics": self._told()})
 
+    @override
     def received(self, sent: OfferedState, abstract: Mapping[str, Any]) -> State:
-        """Return the state that others have sent to one that has none."""
         return place(sent.arrays, dict(abstract))
 
     def _follow(self, state: State, sent: OfferedState) -> tuple[State, Any]:

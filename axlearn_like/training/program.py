@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -161,26 +161,6 @@ def _limited(model: ConfigBase) -> Iterator[tuple[str, Any]]:
             yield path, positions
 
 
-class TrainerConfig(Protocol):
-    """The fields of a supervised trainer's config that say what it compiles."""
-
-    model: Any
-    input: Any
-    loss: Any
-    evaluators: Any
-    mesh: Any
-    slices: Any
-    axis_rules: Any
-    microbatches: int
-
-    def program(self, mesh: Mesh) -> Any:
-        """Return the trainer's program on a mesh."""
-
-    def batch(self, mesh: Mesh) -> dict[str, Any]:
-        """Return the described batch that the program's step takes."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """The fields of an experiment that change the memory and speed of its train step, but not its result."""
@@ -209,13 +189,13 @@ class Tuning:
         return found | {f"{self.model_field}.remat": remat}
 
 
-def trainer_programs(cfg: TrainerConfig, devices: Sequence[Any]) -> Programs:
+def trainer_programs(cfg: Any, devices: Sequence[Any]) -> Programs:
     """Return the programs of a trainer on these devices: train and eval."""
     mesh = partial(make_mesh, cfg.mesh, devices, slices=cfg.slices)
     return {"train": lambda: _train(cfg, mesh()), "eval": lambda: _eval(cfg, mesh())}
 
 
-def trainer_tuning(cfg: TrainerConfig) -> Tuning:
+def trainer_tuning(cfg: Any) -> Tuning:
     """Return the fields that tune a trainer's step."""
     return Tuning(
         model=cfg.model,
@@ -243,7 +223,7 @@ def traced(step: Any, mesh: Mesh, rules: AxisRules, *args: Any, **keywords: Any)
         return step.trace(*args, **keywords)
 
 
-def _train(cfg: TrainerConfig, mesh: Mesh) -> Program:
+def _train(cfg: Any, mesh: Mesh) -> Program:
     program = cfg.program(mesh)
     rows, length = cfg.input.batch_size, cfg.input.seq_len
     with use_mesh(mesh, cfg.axis_rules):
@@ -252,7 +232,7 @@ def _train(cfg: TrainerConfig, mesh: Mesh) -> Program:
     return Program("train", mesh, trace, rows, length, *rows_flops(cfg.model, rows, length, backward=True))
 
 
-def _eval(cfg: TrainerConfig, mesh: Mesh) -> Program:
+def _eval(cfg: Any, mesh: Mesh) -> Program:
     inputs = next((e.input for e in cfg.evaluators if isinstance(e, LossEvaluator.Config)), cfg.input)
     check_length(cfg.model, inputs.seq_len, "the evaluator's input.seq_len")
     program = cfg.program(mesh)

@@ -1,7 +1,5 @@
 """Benchmarks of a step of RL and of generation, beside peers; of weights, of servers and of the sandbox."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

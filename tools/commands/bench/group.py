@@ -1,7 +1,5 @@
 """The command group `axl bench`: what everybody may measure and, in a checkout, what proves this project's claims."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options that several benchmarks share, progress on standard error, how a result is printed; a command of sections."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
