@@ -61,13 +61,7 @@ class Audits:
         events: EventLog | None = None,
         quarantined: Collection[str] = (),
     ):
-        """Audit this share of the rollouts.
-
-        Args:
-            share: share of each worker's rollouts, 0 to 1.
-            first_lease: first lease id of audits, of which there are as many as `leases`.
-            quarantined: workers found to be wrong before this process began.
-        """
+        """Audit a share of each worker's rollouts, by `leases` ids from `first_lease`; `quarantined`: known wrong."""
         self._limit, self._terms, self._events = round(share * 2**64), terms, events
         self._ids, self._next = range(first_lease, first_lease + leases), first_lease
         self.on = share > 0

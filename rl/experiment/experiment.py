@@ -296,13 +296,7 @@ class RLExperiment(Configurable):
     def make_engine(
         self, remote_runners: RemoteRunners | None = None, adapters: AdapterLimits | None = None, **changes: Any
     ) -> RolloutEngine:
-        """Build a rollout engine.
-
-        Args:
-            remote_runners: its other processes.
-            adapters: room for LoRA adapters that requests name.
-            changes: fields of its config.
-        """
+        """Build an engine; `remote_runners`: its others; `adapters`: room for LoRA; `changes` of its config."""
         decode = partial(completion_text, self.tokenizer)
         return self.engine_cfg.clone(**changes).build(decode=decode, remote_runners=remote_runners, adapters=adapters)
 

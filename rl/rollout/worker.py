@@ -54,13 +54,7 @@ class RolloutWorker:
         swap: Swap = "keep_cache",
         began: float | None = None,
     ):
-        """Build a worker.
-
-        Args:
-            policies: parts of each policy by its name, "" if it is the only one; all have one `services.controller`.
-            swap: see `RolloutEngine.set_weights`.
-            began: start of its process (seconds since 1970), if not now.
-        """
+        """Build a worker; `policies` by name ("": the only one) share a controller; `began`: start of its process."""
         self.name, self._engine, self._policies = name, engine, dict(policies)
         self._policy = next(iter(self._policies.values()))  # policy of the lease in hand
         self._controller: Any = self._policy.services.controller  # source of leases of all policies

@@ -27,13 +27,7 @@ class PolicyPhases:
         progress: bool,
         joined: Callable[[], Sequence[PolicyRun]] = list,
     ):
-        """Find out where each policy stands.
-
-        Args:
-            parts: policies, their run directories open.
-            starting: what the first line adds.
-            joined: returns the policies that have joined since its last call, their directories open.
-        """
+        """Find out where each policy stands; `starting` ends the first line; `joined`: those since its last call."""
         self._say, self._joined, self._stack = say, joined, ExitStack()
         self._rows: dict[str, JsonlTail] = {}
         self._steps: dict[str, int] = {}

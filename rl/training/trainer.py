@@ -76,13 +76,7 @@ class PolicyTrainer(Configurable):
         drawing: DrawingPolicy | None = None,
         devices: Sequence[Any] | None = None,
     ):
-        """Restore the newest checkpoint, or start.
-
-        Args:
-            first: source of version 0; None: the model's own initialisation.
-            drawing: policy with which engines draw; None: the trainer's.
-            devices: devices of the mesh; None: all.
-        """
+        """Restore the newest checkpoint, or start by `first`; `drawing`: as engines do; `devices`: None: all."""
         controller, weights, reference = services.controller, services.weights, services.reference
         assert (reference is None) == (cfg.reference_devices is None), "the runtime starts the role, or there is none"
         first, drawing = first or FirstVersion(), drawing or DrawingPolicy()

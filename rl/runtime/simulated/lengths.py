@@ -26,13 +26,7 @@ class AnswerLengths:
     """
 
     def __init__(self, sorted_lengths: Sequence[float], longest: int, seed: int = 0, growth: float = 0.0):
-        """Take the quantiles.
-
-        Args:
-            sorted_lengths: equally likely lengths, ascending.
-            longest: limit of an answer's tokens.
-            growth: share by which lengths grow until the last update.
-        """
+        """Take equally likely lengths, ascending, the longest answer's, and `growth`, a share, by the last update."""
         self._table, self._longest, self._seed, self._growth = np.asarray(sorted_lengths), longest, seed, growth
 
     def of(self, prompt: int, draw: int, sample: int, progress: float) -> int:

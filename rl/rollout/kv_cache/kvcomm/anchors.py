@@ -91,13 +91,7 @@ class KVComm(Configurable):
             self._bases.popitem(last=False)
 
     def correction(self, key: Hashable, place: Hashable, base: Tokens, count: int) -> Correction | None:
-        """Return how to correct a text of `count` tokens in a placeholder; None: it must be computed.
-
-        Args:
-            key: (version, adapter).
-            place: the template, and the placeholder in it.
-            base: base of the text.
-        """
+        """Return how to correct `count` tokens at a `place` (template, placeholder), or None: compute them."""
         found = self._anchors.get((key, place, _size(base)))
         if found is None or len(found.usable(count)) < self.cfg.least_anchors:
             return None

@@ -23,13 +23,7 @@ def next_digest(before: bytes, block: bytes) -> bytes:
 
 
 def chain(key: Hashable, tokens: np.ndarray, page_size: int) -> Iterator[bytes]:
-    """Yield the digest of each full page of a sequence.
-
-    Args:
-        key: (version of the weights, adapter).
-        tokens: int32 [n], from the first one on.
-        page_size: tokens of a page.
-    """
+    """Yield the digest of each full page of tokens, int32 [n] from the first, under a key (version, adapter)."""
     data, step = tokens.tobytes(), page_size * tokens.itemsize
     digest = root_digest(key)
     for start in range(0, len(data) - step + 1, step):
