@@ -64,7 +64,6 @@ class SimulatedActors(Actors):
         return self._actors[name]
 
     def invoke(self, actor: SimulatedActor, method: str, *args: Any) -> PendingCall:
-        """Start a call of a role's process; all but loops end at once."""
         reference = self.beside(actor, method)
         if actor.alive and method == "run":
             returned = lambda found: self._return(actor, reference, {"incarnation": actor.incarnation, **found})  # noqa: E731
@@ -84,20 +83,17 @@ class SimulatedActors(Actors):
         return reference
 
     def wait(self, references: Collection[PendingCall], timeout: float, *, every: bool = False) -> list[PendingCall]:
-        """Wait for a result, or for `every` one."""
         enough = len(references) if every else 1
         with self._answered:
             self._answered.wait_for(lambda: sum(one.done for one in references) >= enough, timeout)
         return [one for one in references if one.done]
 
     def result(self, reference: PendingCall) -> Any:
-        """Return a result that is there (ActorDied: the process was killed)."""
         if reference.error is not None:
             raise reference.error
         return reference.value
 
     def restart(self, actor: SimulatedActor) -> None:
-        """Kill the process of an actor."""
         self.kill(actor.name)
 
     def kill(self, name: str, *, host: bool = False) -> None:
