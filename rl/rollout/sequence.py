@@ -255,7 +255,7 @@ class Sequence:
             self._commands.close()
 
     def generate(self, command: Generate, decode: Callable[[Any], str] | None) -> bool:
-        """Start a command; returns False without room for a token (UserError: stop strings that cannot be)."""
+        """Start a command; returns False without room for a token (UserError: stop strings not searchable)."""
         self.constraints.search(command.strings, decode, self.drawn, self.name)
         self.limit = (
             self.most if command.max_new_tokens is None else min(self.most, len(self.tokens) + command.max_new_tokens)

@@ -98,7 +98,7 @@ class Snapshot:
         return fingerprint_version(self.fingerprints)
 
     def params(self, like: Params) -> Params:
-        """Return the weights on devices, sharded and typed as `like` (WeightsError: an index range lacks here)."""
+        """Return weights on devices, sharded and typed as `like` (WeightsError: an index range is missing here)."""
         held: dict[str, list[HostShard]] = {}
         for shard in self.owned + self.others:
             held.setdefault(shard.tensor, []).append(shard)

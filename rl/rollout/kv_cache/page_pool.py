@@ -81,7 +81,7 @@ class PagePool:
                 self._notify(page, True)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Drop a reference to each page, free without any (PageError: one is free already; those before it are)."""
+        """Drop a reference to each page (PageError: one is free already; those before it were released)."""
         for page in pages:
             if self.references(page) == 0:
                 raise PageError(f"page {page} is free and cannot be released")

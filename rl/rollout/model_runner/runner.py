@@ -129,7 +129,7 @@ class ModelRunner:
         return self.cfg.tags
 
     def place(self, params: Params) -> Params:
-        """Return the trainer's parameters in the engine's layout (UserError: an array lacks, or has another shape)."""
+        """Return the trainer's parameters in the engine's layout (UserError: one is missing, or of another shape)."""
         return self._weights.place(params)
 
     def install(self, params: Params) -> None:
