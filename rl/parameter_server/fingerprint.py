@@ -188,10 +188,7 @@ def _device_sums(mesh: Mesh, spec: PartitionSpec, count: int | None) -> Any:
 
 @lru_cache(maxsize=256)
 def _device_rounding(mesh: Mesh, spec: PartitionSpec, dtype: np.dtype, reuse: bool) -> Any:
-    """Return the program array -> array rounded to `dtype`, and its sums as of `_device_sums`.
-
-    `reuse`: into the memory of another array, its second argument.
-    """
+    """Return the program array -> array rounded to `dtype`, and its sums; `reuse`: into its second argument."""
 
     def rounded(shard: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
         result = shard.astype(dtype)

@@ -136,10 +136,7 @@ class ComputeOnce[T]:
 
 @lru_cache(maxsize=1024)
 def _parts(index_range: IndexRange, held: tuple[IndexRange, ...]) -> list[tuple[IndexRange, IndexRange]]:
-    """Return the parts that make up the index range, each with a held index range that contains it.
-
-    For a thousand shards this takes longer than copying them, but it is the same for every version.
-    """
+    """Return the parts of an index range, each with a held one around it: slow for many shards, once a version."""
     return [(part, outer) for part in covering(index_range, held) if (outer := _around(part, held)) is not None]
 
 

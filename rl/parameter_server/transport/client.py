@@ -226,10 +226,7 @@ def _refusal(connection: Connection) -> tuple[int, Fields, int] | None:
 
 
 def _error_of(reply: Fields, peer: str) -> WeightsError:
-    """Return the error that a server raised, in its own class if that is a subclass of WeightsError.
-
-    An `Unreachable` of the server is excluded: it is about another server behind it, not about this one.
-    """
+    """Return a server's error, in its class if a WeightsError, but for `Unreachable`: of a server behind it."""
     classes: dict[str, type[WeightsError]] = {}
     waiting = [WeightsError]
     while waiting:

@@ -232,8 +232,5 @@ class ModelRunner:
 
 
 def _least_rows(dtype: Any, platform: str) -> int:
-    """Return the least rows of a decoding dispatch: XLA for CPUs multiplies a single row by float32 matrices only.
-
-    To multiply one of bfloat16 it copies all weights to float32, which takes 3.6 times the CPU seconds of two rows.
-    """
+    """Return decoding's least rows: XLA for CPUs copies bfloat16 weights to multiply one, 3.6 times two's seconds."""
     return 2 if platform == "cpu" and np.dtype(dtype) == jax.numpy.bfloat16 else 1

@@ -278,10 +278,7 @@ class Controllers:
             return dataclasses.replace(lease, beside=tuple(beside))
 
     def _may(self, name: str) -> bool:
-        """Return True if those that play with a policy have the versions that its next leases ask for.
-
-        So none gets ahead of the others by more than the versions that it keeps for them.
-        """
+        """Return True if those that play with it have its version: none gets ahead by more than it keeps."""
         version = self._controllers[name].version
         return all(self._controllers[other].version >= version for other in self._together.get(name, ()))
 

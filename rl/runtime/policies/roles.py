@@ -112,13 +112,7 @@ class PolicyRoles:
         return Controllers(controllers, share, events, failed, self._players, make=make, taken=taken)
 
     def _make_controller(self, name: str, others: Collection[int], wanted: Collection[int] = ()) -> Controller:
-        """Build the controller of a policy.
-
-        Args:
-            name: name of the policy. It keeps the number that its leases had, which workers may still hold.
-            others: numbers of other policies, which it must not have.
-            wanted: numbers that policies have had, for those that have had none.
-        """
+        """Build a policy's controller, by the number of its leases, else one in no `others` and after `wanted`."""
         part = self._part(name)
         numbers = [number for number in lease_numbers(part.run)[-1:] if number not in others]
         number = numbers[0] if numbers else max((*others, *wanted), default=-1) + 1

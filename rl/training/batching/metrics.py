@@ -93,10 +93,7 @@ def _nodes(headers: Sequence[GroupHeader]) -> dict[str, float]:
 
 
 def _lengths(headers: Sequence[GroupHeader], correct_threshold: float) -> dict[str, Any]:
-    """Return the mean length of rollouts by outcome: truncated (whatever their reward), else right or wrong.
-
-    An outcome without rollouts is left out, and so are rollouts that ended but could not be scored.
-    """
+    """Return mean lengths: truncated, else right or wrong; nothing without any, and unscored ends left out."""
     lengths: dict[str, list[int]] = {"right": [], "wrong": [], "truncated": []}
     for header in headers:
         for rollout, score in zip(header.rollouts, header.scores, strict=True):
@@ -108,10 +105,7 @@ def _lengths(headers: Sequence[GroupHeader], correct_threshold: float) -> dict[s
 
 
 def _rewards(headers: Sequence[GroupHeader], rewards: np.ndarray, scored: np.ndarray) -> dict[str, Any]:
-    """Return the mean rewards of what could be scored: of all, of each family, and of each term of the reward.
-
-    There is no "reward" if nothing could be scored. A family without one is left out likewise.
-    """
+    """Return mean rewards of what could be scored, by family and by term, too; nothing where none could."""
     families = np.asarray([header.family for header in headers for _ in header.scores])
     metrics: dict[str, Any] = {"reward": rewards[scored].mean()} if scored.any() else {}
     for family in sorted(set(families)):
