@@ -37,7 +37,7 @@ class LazyGroup(click.Group):
         if cmd_name not in self.list_commands(ctx):
             hint = did_you_mean(cmd_name, self.list_commands(ctx))
             raise UserError(f"axl has no command {cmd_name!r}{hint}")
-        return with_examples(import_module(_module(cmd_name)).command, cmd_name)
+        return with_examples(import_module(f"tools.commands.{PLACES.get(cmd_name, cmd_name)}").command, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write names and summaries from the table: no module is imported for ``--help``."""
@@ -118,10 +118,6 @@ def _right_form(error: click.UsageError) -> str:
         return f" A run is named so: {right}" if right else ""
     extra = "unexpected extra argument" in error.message
     return ". A run directory is an option here: --run-dir DIR" if extra and option else ""
-
-
-def _module(name: str) -> str:
-    return f"tools.commands.{PLACES.get(name, name)}"
 
 
 def _refuse(message: str) -> int:

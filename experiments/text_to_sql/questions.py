@@ -150,7 +150,7 @@ class SqlQuestions(ProblemSource):
         answerable = rng.random() >= self._cfg.unanswerable
         if answerable:
             question, query = _KINDS[int(rng.integers(len(_KINDS)))](table, rng)
-            found = [f"{column.thing} is {column.name}" for column in table.columns if _names(query, column.name)]
+            found = [f"{column.thing} is {column.name}" for column in table.columns if is_named(query, column.name)]
         else:
             table = _lacking(table, rng)
             question, query = (_extreme, _compared)[int(rng.integers(2))](table, rng)
@@ -188,7 +188,8 @@ def _lacking(table: Table, rng: np.random.Generator) -> Table:
     return dataclasses.replace(table, columns=(Column(thing, _pick(rng, list(NUMBERS[thing])), "INTEGER"),))
 
 
-def _names(query: str, name: str) -> bool:
+def is_named(query: str, name: str) -> bool:
+    """Return True if a query has this name as a word."""
     return re.search(rf"\b{name}\b", query) is not None
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from axlearn_like.config import config_function
 from axlearn_like.input.shuffle import derived_seed
 from experiments.text_to_sql.attempts import KEPT
+from experiments.text_to_sql.questions import is_named
 from experiments.text_to_sql.schemas import NUMBERS, TABLES, TEXTS
 from rl.environments.demonstrations import Mistake
 from rl.protocol.messages import Problem
@@ -38,16 +39,12 @@ def _corrections(query: str, rng: np.random.Generator, *, lacking: bool) -> list
     """Return queries of which each is wrong in fewer names, in the order in which SQLite names them."""
     if rng.random() < 0.5:
         return []
-    table, columns = query.split(" FROM ")[1].split()[0], [name for name in _OTHER if _has(query, name)]
+    table, columns = query.split(" FROM ")[1].split()[0], [name for name in _OTHER if is_named(query, name)]
     columns = sorted((name for name in columns if name != table), key=query.index)
     named = [table, *([] if lacking else columns)]
     wrong = [name for name in named if rng.random() < 0.5][-TRIES + 1 + lacking :]
     found = [_renamed(query, wrong[first:]) for first in range(len(wrong))]
     return [*found, query] if lacking else found
-
-
-def _has(query: str, name: str) -> bool:
-    return re.search(rf"\b{name}\b", query) is not None
 
 
 def _renamed(query: str, wrong: Sequence[str]) -> str:

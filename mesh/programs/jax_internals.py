@@ -17,11 +17,6 @@ from jax._src import compilation_cache, compiler, distributed, lru_cache, xla_br
 PACKAGE, CHECKED = "jax", ">=0.11.2,<0.13"
 
 
-def reset_compilation_cache() -> None:
-    """Let jax look again whether compiled programs are kept: it looks once."""
-    compilation_cache.reset_cache()
-
-
 def keep_programs_by(get: Callable[[Path], bytes | None], put: Callable[[Path, bytes], object]) -> None:
     """Let jax read and write the files of its cache of compiled programs by these; None: there is no such entry."""
 

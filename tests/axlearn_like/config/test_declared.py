@@ -106,9 +106,9 @@ for function in everything.values():  # what libraries import when they are firs
             pass
 attempt(optax.lion, {"learning_rate": 0.1}, 1, True)
 import jax
-from mesh.programs.jax_internals import reset_compilation_cache
+from jax.experimental.compilation_cache import compilation_cache
 jax.config.update("jax_enable_compilation_cache", False)  # it reads and writes files
-reset_compilation_cache()
+compilation_cache.reset_cache()  # jax looks once whether programs are kept
 watching = True
 calls = walk()
 watching = False
