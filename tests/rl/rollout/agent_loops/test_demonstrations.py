@@ -119,9 +119,7 @@ def test_demonstrations_of_a_file_by_the_question(tmp_path: Path):
     given(files=file).check([MIXTURE.train(1), FIRST])
     with pytest.raises(UserError, match=r"none of the first 1 training problems, such as .*max_new_tokens=6"):
         given(files=file).check([MIXTURE.train(1)])
-    with pytest.raises(
-        ConfigError, match=r"b\.jsonl.*expected `prompt`, a text, and `response`.*fields prompt, an"
-    ):
+    with pytest.raises(ConfigError, match=r"b\.jsonl.*expected `prompt`, a text, and `response`.*fields prompt, an"):
         given(files=written(tmp_path / "b.jsonl", {"prompt": "a", "answer": "b"}))
     with pytest.raises(ConfigError, match=r"^\S+\.files: no file matches .*d\.jsonl"):
         given(files=str(tmp_path / "d.jsonl"))
