@@ -68,7 +68,7 @@ def test_what_it_prints_is_a_client_and_the_key_stays(run_dir: Path, tmp_path: P
     [
         (["--host", "0.0.0.0"], "--host 0.0.0.0: other machines need keys; see --key"),
         (["--key", "alice"], "--key number 1: expected NAME=tml-KEY"),
-        (["--keys", "nowhere"], "--keys nowhere: .*No such file"),
+        (["--keys", "nowhere"], "'nowhere' does not exist"),
         (["--set", "server.session_timout=3"], "'session_timout'.* did you mean 'session_timeout'"),
         (["--set", "server.hold=60"], "ServiceServer.hold: expected seconds, more than 0 and less than 45"),
         (

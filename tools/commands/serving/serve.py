@@ -142,8 +142,9 @@ def command(
     from mesh.programs.compilation import compiling_beside
     from rl.serving.server import listen, url_of
 
-    with listen(access.host, access.port) as listener, graceful_stop() as stop:
+    with listen(access.host, access.port) as listener:
         server, later = _build(cfg, weights, model, server_sets, access, named, warmup)
+        stop = click.get_current_context().with_resource(graceful_stop())  # nothing is unfinished before: Ctrl-C ends
         if access.api_key is None and access.host not in LOCAL:
             where = f"{access.host}:{access.port}"
             click.echo(f"axl: warning: any program that reaches {where} may use it; see --api-key", err=True)

@@ -97,7 +97,7 @@ class Room:
     help="A tenant and its key, which begins with tml-; better set by variable or --keys. May be repeated. Without "
     "keys, one is made for this machine.",
 )
-@click.option("--keys", "keys_file", type=LocalPath(path_type=Path, dir_okay=False), help="A file of NAME=KEY lines.")
+@click.option("--keys", "keys_file", type=LocalPath(exists=True, path_type=Path, dir_okay=False), help="Lines of NAME=KEY.")
 @click.option("--slots", type=click.IntRange(1), default=32, show_default=True, help="Adapters at a time.")
 @click.option("--rank", type=click.IntRange(1), default=32, show_default=True, help="Largest rank of an adapter.")
 @click.option(
@@ -141,8 +141,9 @@ def command(doors: Doors, room: Room, base: str, sets: tuple[str, ...], random_w
     server_cfg = ServiceServer.Config()
     apply_edits(server_cfg, [edit.removeprefix(_SERVER) for edit in sets if edit.startswith(_SERVER)], prefix=_SERVER)
     server_cfg.check()
-    with listen(doors.host, doors.port) as listener, graceful_stop() as stop:
+    with listen(doors.host, doors.port) as listener:
         server = _build(cfg, weights, name, room, state, server_cfg, keys)
+        stop = click.get_current_context().with_resource(graceful_stop())  # nothing is unfinished before: Ctrl-C ends
         if not stop.requested:
             server.start(listener)
             server.service.warm()
