@@ -146,10 +146,10 @@ def figures(quick: bool) -> dict[str, Any]:
     }
 
 
-def _busiest(folder: Path) -> dict[int, float]:
+def _busiest(folder: Path) -> dict[str, float]:
     """Return the busiest member over the mean in the last plan for each number of members."""
     placed = [row for row in read_rows(folder / "events.jsonl") if row["event"] == "experts_placed"]
-    return {row["members"]: row["busiest_to_mean"] for row in placed}
+    return {str(row["members"]): row["busiest_to_mean"] for row in placed}
 
 
 if __name__ == "__main__":

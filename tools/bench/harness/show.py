@@ -63,14 +63,14 @@ def show(result: Mapping[str, Any]) -> None:
         click.secho(f"missing: {name} (interrupted)", fg="yellow")
 
 
-def leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(value: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return the figures of nested records, without lists, by their paths."""
     found: dict[str, Any] = {}
     for name, one in value.items():
         if isinstance(one, dict):
             found |= leaves(one, f"{prefix}{name}.")
         elif not isinstance(one, list):
-            found[prefix + name] = one
+            found[f"{prefix}{name}"] = one
     return found
 
 

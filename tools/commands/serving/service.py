@@ -97,7 +97,9 @@ class Room:
     help="A tenant and its key, which begins with tml-; better set by variable or --keys. May be repeated. Without "
     "keys, one is made for this machine.",
 )
-@click.option("--keys", "keys_file", type=LocalPath(exists=True, path_type=Path, dir_okay=False), help="Lines of NAME=KEY.")
+@click.option(
+    "--keys", "keys_file", type=LocalPath(exists=True, path_type=Path, dir_okay=False), help="Lines of NAME=KEY."
+)
 @click.option("--slots", type=click.IntRange(1), default=32, show_default=True, help="Adapters at a time.")
 @click.option("--rank", type=click.IntRange(1), default=32, show_default=True, help="Largest rank of an adapter.")
 @click.option(
