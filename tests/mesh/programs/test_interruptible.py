@@ -85,7 +85,8 @@ def test_ctrl_c_of_an_evaluation_waits_for_no_silent_endpoint(tmp_path: Path) ->
 @pytest.mark.parametrize("command", ["serve", "service"])
 def test_ctrl_c_waits_for_no_server_that_is_being_made(tmp_path: Path, command: str) -> None:
     program = (
-        f"import os, sys, time\nos.chdir(sys.argv[1])\nfrom tools.cli import main\nfrom tools.commands.serving import {command} as module\n"
+        "import os, sys, time\nos.chdir(sys.argv[1])\nfrom tools.cli import main\n"
+        f"from tools.commands.serving import {command} as module\n"
         "def build(*_):\n    print('began', flush=True)\n    time.sleep(600)\n"  # minutes of compilation
         f"module._build = build\nsys.exit(main(['{command}', 'demo', '--random-weights', '--port', '0']))"
     )
