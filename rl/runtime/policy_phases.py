@@ -36,7 +36,8 @@ class PolicyPhases:
         for part in parts:
             self._add(part)
         updates = sum(part.experiment.cfg.num_steps for part in parts)
-        say(f"reinforcement learning of {len(parts)} policies: {updates} updates in all{starting}")
+        count = f"{len(parts)} polic{'y' if len(parts) == 1 else 'ies'}"
+        say(f"reinforcement learning of {count}: {updates} updates in all{starting}")
         start = sum(self._steps.values())
         self._progress = Progress(updates, start=start, title="rl") if progress else None
 

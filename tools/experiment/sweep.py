@@ -107,7 +107,7 @@ def plan_sheet(cfg: RLExperiment.Config) -> Sheet:
     if not are_adapters(cfg.policy):
         title = f"{len(rows)} whole models; --apply low_rank: of one base"
         return Sheet(title, heads, rows, numeric=numeric)
-    title, most = f"{len(rows)} policies of one base", cfg.engine.max_num_seqs
+    title, most = f"{len(rows)} polic{'y' if len(rows) == 1 else 'ies'} of one base", cfg.engine.max_num_seqs
     answers = sum(own.prompts_per_step * own.samples_per_prompt for own in found.values())
     if len(rows) > 1 and answers > most:
         title += f"; engine.max_num_seqs={most} of their {answers} answers a step are drawn at a time"

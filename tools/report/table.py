@@ -88,7 +88,8 @@ def policy_sheet(run: Run) -> Sheet:
             )
         )
     heads = ("policy", "updates", "first reward", "last", "pass@1", "tokens")
-    return Sheet(f"{len(rows)} policies, each a run in {run.path}/policies", heads, rows, numeric=(2, 3, 5))
+    title = f"{len(rows)} polic{'y' if len(rows) == 1 else 'ies'}, each a run in {run.path}/policies"
+    return Sheet(title, heads, rows, numeric=(2, 3, 5))
 
 
 def _ended(run: Run) -> dict[str, str]:

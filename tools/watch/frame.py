@@ -46,9 +46,8 @@ def line(run: Run, now: float | None = None) -> str:
     now = time.time() if now is None else now
     stands = standing(run, now)
     if run.policies:
-        return f"{run.name}: {stands.words}, {len(run.policies)} policies\n" + "\n".join(
-            f"  {line(policy, now)}" for policy in run.policies
-        )
+        count = f"{len(run.policies)} polic{'y' if len(run.policies) == 1 else 'ies'}"
+        return "\n  ".join((f"{run.name}: {stands.words}, {count}", *(line(policy, now) for policy in run.policies)))
     words = [f"{run.name}: {stands.words}", f"{stands.phase} step {stands.progress}" if stands.progress else ""]
     words += [f"{name} {plain(value)}" for name in ("reward", "loss") if (value := stands.row.get(name)) is not None]
     figures = left_out("figures", lambda: list(_figures(run, stands)), [], run.notes)

@@ -1,5 +1,6 @@
 """Runs of several policies: listed, watched and reported together, each an ordinary run besides."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_one_table_has_all_policies_and_names_those_that_failed(several: Path):
         assert row[4] == "25.0 % → 50.0 %"
         assert row[5] == f"{sum(value for _, value in policy.series('rl', 'gen_tokens')):,.0f}"
     assert "policies" not in "".join(map(str, tables(loaded.policies[0])))
+
+
+def test_a_run_of_one_policy_is_not_said_to_have_policies(several: Path):
+    held(several)
+    for name in ("lr=1e-3", "lr=9"):
+        shutil.rmtree(several / "policies" / name)
+    assert policy_sheet(load_run(several)).title.startswith("1 policy, each a run in ")
+    first, second = line(load_run(several)).splitlines()
+    assert first == "sweep: running, 1 policy" and second.startswith("  lr=1e-4: ")
 
 
 def test_the_report_of_the_whole_has_one_table_and_one_plot_of_all(several: Path):
