@@ -14,11 +14,12 @@ from axlearn_like.run.directory import RunDirectory
 from axlearn_like.tokenizers.huggingface import HuggingFaceTokenizer
 from axlearn_like.tokenizers.jinja_template import JinjaTemplate
 from axlearn_like.tokenizers.protocol import Tokenizer
-from mesh.errors import UserError
+from mesh.errors import UserError, did_you_mean
 from models.huggingface.checkpoints.directory import RECORD
 from models.huggingface.checkpoints.exporting import Entries, Exported, ExportedTokenizer, Original, export_checkpoint
 from models.huggingface.checkpoints.exporting_adapter import export_adapter
 from models.huggingface.checkpoints.merged import MergedParams
+from rl.runtime.policies.changes import refuse_several
 from rl.serving.policy import find_run, newest_weights
 
 
@@ -41,9 +42,13 @@ class SavedModel:
         run = find_run(source)
         if run is None:
             forms = "RUN, RUN@best, RUN@STEP or a checkpoint's path"
-            raise UserError(f"{source}: expected {forms}, got none: it has no config.txt")
+            beside = [] if source.exists() else [file.parent.name for file in source.parent.glob("*/config.txt")]
+            near = did_you_mean(source.name, beside)
+            raise UserError(f"{source}: expected {forms}, got none: it has no config.txt{near}")
         cfg = from_text(run.read_config())
         weights = newest_weights(run, source)
+        if weights is None:
+            refuse_several(run.path)
         path = run.path if weights is None else weights.path
         return cls(cfg, _decoder(cfg, run), SavedParams(path), _origin(cfg, run))
 

@@ -78,6 +78,9 @@ def find_policy(
     at = named if path.is_dir() else f"{run.path}@{which}" if which else run.path
     weights = None if random_weights else newest_weights(run, at)
     if weights is None and not random_weights:
+        from rl.runtime.policies.changes import refuse_several
+
+        refuse_several(run.path)
         raise UserError(
             f"{run.path} holds no weights yet; continue its training, or axl {command} with --random-weights"
         )

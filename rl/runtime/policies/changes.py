@@ -102,6 +102,17 @@ class WantedChanges:
         }
 
 
+def refuse_several(path: Path) -> None:
+    """Refuse the run directory of several policies in the place of one (UserError names some of them)."""
+    folders = sorted(found.parent.name for found in (path / FOLDER).glob("*/config.txt"))
+    if folders:
+        there = ", ".join(folders[:5]) + (", ..." if len(folders) > 5 else "")
+        said = f"expected one of them, such as {path / FOLDER / folders[0]}"
+        raise UserError(
+            f"{path} is a run of {len(folders)} polic{'y' if len(folders) == 1 else 'ies'} ({there}); {said}"
+        )
+
+
 def policy_run(run: RunDirectory, name: str) -> RunDirectory:
     """Return the run directory of a policy, in that of the whole."""
     return RunDirectory.attach(run.path / FOLDER / name)

@@ -14,7 +14,7 @@ from mesh.files.bounded import is_readable
 from rl.audit.records import Records, Row
 from rl.experiment import RLExperiment
 from rl.protocol.headers import MARK
-from rl.runtime.policies.changes import FOLDER
+from rl.runtime.policies.changes import refuse_several
 
 # Parts that an update records, in the order in which they come about.
 PARTS = ("rollouts", "rewards", "metrics", "weights")
@@ -59,11 +59,7 @@ class RunRecord:
 
     def config(self) -> RLExperiment.Config:
         """Return the experiment (UserError: it cannot be read, or is another kind of run)."""
-        folders = sorted(path.name for path in (self.path / FOLDER).glob("*/") if (path / "config.txt").is_file())
-        if folders:
-            there = ", ".join(folders[:5]) + (", ..." if len(folders) > 5 else "")
-            said = f"expected one of them, such as {self.path / FOLDER / folders[0]}"
-            raise UserError(f"{self.path} is a run of {len(folders)} policies ({there}); {said}")
+        refuse_several(self.path)
         cfg = from_text(self.text)
         if not isinstance(cfg, RLExperiment.Config):
             raise UserError(f"{self.path} is no run of axl rl; expected one, whose updates can be made again")

@@ -167,6 +167,13 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search("has no run in .*tiny_experiment; train it", refusal(capsys, TINY))
     with tiny_run(tmp_path / "young", tiny_experiment()):
         assert refusal(capsys, str(tmp_path / "young")).startswith(f"{tmp_path / 'young'} holds no weights yet")
+    with tiny_run(tmp_path / "many", tiny_experiment()), tiny_run(tmp_path / "many/policies/a", tiny_experiment()):
+        many = tmp_path / "many"
+        said = f"{many} is a run of 1 policy (a); expected one of them, such as {many}/policies/a"
+        assert refusal(capsys, str(many)).startswith(said)
+    for source, why in (("many", "expected one of them, such as"), ("mny", "; did you mean 'many'?")):
+        assert cli.main(["convert", "export", str(tmp_path / source), str(tmp_path / "out")]) == 2
+        assert why in capsys.readouterr().err
     assert "which `axl serve` does not run; use `axl train`" in refusal(capsys, "demo_sft", "--random-weights")
 
 

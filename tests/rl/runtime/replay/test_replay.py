@@ -165,7 +165,7 @@ def test_runs_that_are_not_repeatable_or_of_several_policies_are_refused(run: Pa
     with pytest.raises(UserError, match=r"controller.weights='newest' with staleness=1: .* expected a run with"):
         replay(RunRecord(tmp_path / "newest"), 5)
     shutil.copytree(run, tmp_path / "policies" / "policies" / "lr=1")
-    with pytest.raises(UserError, match=r"is a run of 1 policies \(lr=1\); expected one of them, such as .*/lr=1"):
+    with pytest.raises(UserError, match=r"is a run of 1 policy \(lr=1\); expected one of them, such as .*/lr=1"):
         replay(RunRecord(tmp_path / "policies"), 5)
     with pytest.raises(UserError, match="it has no config.txt; expected a run of axl rl"):
         RunRecord(tmp_path)
