@@ -411,9 +411,8 @@ class RLExperiment(Configurable):
                 types_read(self.engine_cfg), self.engine_cfg.possible_tags, opponents=opponents or Opponents()
             ),
         )
-        one_shape = self._batch_shapes == 1 and self.cfg.trainer.packing is None
         sizes = {"groups": self.cfg.prompts_per_step, "samples": self.cfg.samples_per_prompt}
-        trainer.compile_ahead(**sizes, one_shape=one_shape)
+        trainer.compile_ahead(**sizes, sure=self._batch_shapes == 1)
         return trainer
 
     def make_reference_scorer(self, run: RunDirectory, devices: Sequence[Any] | None = None) -> ReferenceScorer:

@@ -34,7 +34,7 @@ from axlearn_like.training.loop import TrainingLoop
 from axlearn_like.training.losses import SupervisedLoss
 from axlearn_like.training.program import TrainProgram
 from axlearn_like.training.session import Session
-from axlearn_like.training.step import State, Step, at_rate, calls_of, program_of
+from axlearn_like.training.step import State, Step, at_rate, program_of
 from axlearn_like.training.updates.minibatches import MinibatchStep
 from axlearn_like.training.updates.programs import StepProgram
 from mesh.distributed import ProcessGroup
@@ -49,6 +49,7 @@ from rl.training.scoring.logprob_diff import LogprobDiff, difference_bounds
 from rl.training.scoring.reference_scores import ReferenceScores, RemoteReference, TrainersReference
 from rl.training.scoring.reference_states import ReferenceStates
 from rl.training.spec import DrawingPolicy, FirstVersion, TrainerServices
+from rl.training.steps.ahead import compile_updates
 from rl.training.steps.fill import FillStep
 from rl.training.steps.inputs import InputsStep
 from rl.training.steps.observers import CriticUpdates, LogprobComparison
@@ -228,34 +229,33 @@ class PolicyTrainer(Configurable):
         """Return True if no update is left to make."""
         return self._loop.finished()
 
-    def compile_ahead(self, *, groups: int, samples: int, one_shape: bool) -> None:
-        """Begin to compile, while the first rollouts are drawn: the update, and the comparison with the sampler.
+    def compile_ahead(self, *, groups: int, samples: int, sure: bool) -> None:
+        """Begin to compile, while the first rollouts are drawn: the updates, and the comparison with the sampler.
 
-        A call that comes before its program is there waits for it: jax compiles none twice. Not in several processes,
-        or where other trainers share the program.
+        Not in several processes, or where other trainers share the program.
 
         Args:
             groups: prompts of a batch.
             samples: rollouts of each.
-            one_shape: the rows of all updates are equally many, padded ones; else those of the first are not known yet.
+            sure: all updates have one shape. Others are not compiled ahead on CPUs, which have no time to spare.
         """
-        cfg, step, state = self.cfg, self._loop.step_fn, self.state
+        cfg, step, state, mesh = self.cfg, self._loop.step_fn, self.state, self._mesh
         if self._group.count > 1 or self._shared is not None or not isinstance(step, MinibatchStep):
             return
-        (batch,) = cfg.batches(self._mesh, groups=groups, samples=samples).values() if one_shape else (None,)
-        rows = {k: v for k, v in cfg.rows(self._mesh, groups=groups, samples=samples).items() if k != "temperature"}
+        wanted = sure or (cfg.packing is not None and mesh.devices.flat[0].platform != "cpu")
+        batches = list(cfg.batches(mesh, groups=groups, samples=samples).values()) if wanted else []
+        rows = {k: v for k, v in cfg.rows(mesh, groups=groups, samples=samples).items() if k != "temperature"}
 
-        def update() -> None:
+        def updates() -> None:
             with self.on_mesh():
-                call = next(calls_of(step.step, state, batch))
-                call.program.step.lower(call.changed, call.given).compile()
+                compile_updates(step.step, state, batches, mesh)
 
         def comparison() -> None:
             with self.on_mesh():
-                self.diff.compile(state["params"], rows, batch)
+                self.diff.compile(state["params"], rows, batches)
 
-        for compile_it in [comparison] if batch is None else [update, comparison]:
-            in_background(compile_it)
+        in_background(updates)
+        in_background(comparison)
 
     def start(self) -> None:
         """Publish the current version and those that workers may still need; only then ask for data."""

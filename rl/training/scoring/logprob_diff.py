@@ -95,14 +95,14 @@ class LogprobDiff:
         self._length, self._row_multiple = row_length(sizes.max_prompt_tokens, sizes.max_new_tokens), sizes.row_multiple
         self._columns, self._max_new_tokens = [column for column in spec.columns if column.scored], sizes.max_new_tokens
 
-    def compile(self, params: Params, rows: Mapping[str, Any], arrays: Mapping[str, Any] | None) -> None:
+    def compile(self, params: Params, rows: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> None:
         """Compile what `metrics` runs; the mesh is set.
 
         Args:
             rows: described tokens and targets of `score_rollouts`, with the columns that are scored.
-            arrays: described arrays of an update; None: their sizes are not known yet.
+            batches: described arrays of updates.
         """
-        if arrays is not None:
+        for arrays in batches:
             self._logprobs.lower(params, scored_arrays(arrays)).compile()
         self._score_rows.lower(params, **rows, temperature=self._temperatures()).compile()
 

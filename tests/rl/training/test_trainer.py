@@ -1,6 +1,7 @@
 """Updates go the right way, agree with the sampler, and come out the same when a run is killed and resumed."""
 
 import dataclasses
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from rl.protocol.messages import Group, Lease
 from rl.rollout.engine import Request
 from rl.rollout.sampling import Sampler
 from rl.rollout.worker import RolloutWorker
+from rl.training.packing import Packing
 from rl.training.spec import FirstVersion, TrainerServices
 from rl.training.trainer import PolicyTrainer
 from tests.bounds import within
+from tests.elsewhere import elsewhere
 from tests.rl.parameter_server.small import publish, pull
 from tests.rl.tiny import make_group, tiny_experiment, tiny_params, tiny_run
 from tests.rl.training.whole_groups import pack_groups
@@ -159,10 +162,13 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.numerics
-def test_what_the_first_update_runs_is_compiled_once_and_ahead(tmp_path: Path):
-    """Described arguments are those of the call: else a program would be compiled again."""
+def compilations(folder: str, mesh: dict[str, int], lengths: list[int] | None) -> dict[str, list[str]]:
+    """Return the threads in which each program of two updates was compiled."""
     forget_programs()
-    threads: dict[str, list[str]] = {"jit(step)": [], "jit(score)": [], "jit(logprobs)": []}
+    if (devices := math.prod(mesh.values())) > 1:
+        jax.config.update("jax_num_cpu_devices", devices)
+    programs = ["score", "logprobs", *(["step"] if lengths is None else ["accumulate", "update"])]
+    threads: dict[str, list[str]] = {f"jit({name})": [] for name in programs}
 
     def compiled(event: str, duration_secs: float, **about: Any) -> None:
         del duration_secs
@@ -170,13 +176,25 @@ def test_what_the_first_update_runs_is_compiled_once_and_ahead(tmp_path: Path):
         if event.endswith("backend_compile_duration") and name in threads:
             threads[name].append(threading.current_thread().name)
 
+    cfg = config()
+    cfg.trainer.set(packing=None if lengths is None else Packing.Config(lengths=tuple(lengths), rows=2), mesh=mesh)
     jax.monitoring.register_event_duration_secs_listener(compiled)
-    roles = Roles.make(tmp_path / "r", config())
+    roles = Roles.make(Path(folder) / "r", cfg)
     roles.advance(2)
-    counted = {name: list(names) for name, names in threads.items()}
+    found = {name: list(names) for name, names in threads.items()}
     threads.clear()
-    assert counted == {name: ["background"] for name in counted}
     roles.crash()
+    return found
+
+
+@pytest.mark.parametrize("lengths", [None, [12]])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_what_the_first_update_runs_is_compiled_once_and_ahead(tmp_path: Path, devices: int, lengths: list[int] | None):
+    """Described arguments are those of the call: else a program would be compiled again."""
+    arguments = str(tmp_path), {"fsdp": devices}, lengths
+    found = compilations(*arguments) if devices == 1 else elsewhere(compilations, *arguments)
+    assert {name: len(threads) for name, threads in found.items()} == dict.fromkeys(found, 1)
+    assert found["jit(step)" if lengths is None else "jit(accumulate)"] == ["background"]
 
 
 def test_trainer_and_sampler_agree_on_every_batch(uninterrupted: Roles):
