@@ -26,6 +26,7 @@ def in_background[T](work: Callable[[], T]) -> Callable[[], T]:
     That function raises what `work` has raised. What jax has per thread, such as a mesh, `work` enters itself. At its
     end the interpreter waits for `work`, unless `leave` ends the process.
 
+    >>> from mesh.programs.background import in_background
     >>> wait = in_background(lambda: sum(range(4)))
     >>> wait()
     6
