@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import jax
 from jax.extend.backend import register_backend_factory
 
-from mesh.errors import UserError, install_hint
+from mesh.errors import MachineError, UserError, install_hint
 from mesh.host_memory import keep_freed_memory
 from mesh.mesh import PlaceholderDevice
 
@@ -119,7 +119,7 @@ def _listed_by_subprocess() -> list[tuple[str, str, int | None]]:
     if done.returncode != 0:
         reasons = re.findall(r"^\w*Error: .+$", done.stderr, re.MULTILINE)
         last = (reasons or done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise UserError(f"jax cannot open the devices of this machine: {last}; {_WHY}")
+        raise MachineError(f"jax cannot open the devices of this machine: {last}; {_WHY}")
     return [tuple(one) for one in json.loads(done.stdout.splitlines()[-1])]
 
 

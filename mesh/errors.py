@@ -23,6 +23,10 @@ class UserError(Exception):
     """
 
 
+class MachineError(UserError):
+    """A fault of this machine, whatever config was being built when it was found."""
+
+
 def printable(text: str) -> str:
     """Return a text that somebody else wrote, for a terminal: what would move its cursor or change it is spelled out.
 

@@ -13,7 +13,7 @@ from importlib import import_module
 
 import click
 
-from mesh.errors import UserError, did_you_mean, printable
+from mesh.errors import MachineError, UserError, did_you_mean, printable
 from tools.commands import COMMANDS, PLACES
 from tools.commands.examples import with_examples
 
@@ -103,7 +103,7 @@ def _status(arguments: list[str]) -> int:
 def _with_place(error: UserError) -> str:
     """Return the message, with the path of the config that was being built where it does not say so itself."""
     path, said = error.__dict__.get("config_path", ""), str(error)
-    return said if "." not in path or path in said else f"{path}: {said}"
+    return said if isinstance(error, MachineError) or "." not in path or path in said else f"{path}: {said}"
 
 
 def _right_form(error: click.UsageError) -> str:

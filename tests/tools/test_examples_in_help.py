@@ -58,7 +58,7 @@ def examples(name: str) -> list[str]:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory of somebody who has rows and runs."""
     rows = "".join(f'{{"prompt": "What is {n} + {n} and {n * n} more?", "answer": "{2 * n}"}}\n' for n in range(40))
-    for name in ("rows.jsonl", "a.jsonl", "books.txt"):
+    for name in ("rows.jsonl", "a.jsonl", "books.txt", "keys.txt", "demo.axlrun"):
         (tmp_path / name).write_text(rows)
     (tmp_path / "rows.csv").write_text("prompt,answer\nWhat is 1 + 1?,2\n")
     for run in ("demo", "seed0", "seed1"):
