@@ -58,7 +58,6 @@ class Coordinator:
         self._members: dict[int, _Connected] = {}  # index -> member, the first that came in front
         self._lock = threading.RLock()
         self._epoch, self._stop = 0, False
-        self._end_after: tuple[int | None] | None = None  # `last` of the views of a run that is to stop, once decided
         self._view, self._before = Membership(0, ()), 0
         self._began: float | None = None  # time of the first change that no update has followed yet
         self._bytes = 0  # bytes that members have fetched since then
@@ -149,11 +148,12 @@ class Coordinator:
         if stateless and len(members) < self._expected and waited < self._timeouts.patience and not self._stop:
             return
         places = tuple(MemberEntry(member.index, member.address, member.step) for member in members)
-        view = self._view = Membership(self._epoch, places, self._stop)
+        view, before = Membership(self._epoch, places, self._stop), self._view
         if self._stop:
-            # Some may have made an update that others lack: all know the last one by its number, whatever else changes.
-            self._end_after = self._end_after or (None if view.newest is None else view.newest + 1,)
-            self._view = dataclasses.replace(view, last=self._end_after[0])
+            # Some may have made an update that others lack: the last one has a number, which no later change moves.
+            last = before.last if before.stop else None if view.newest is None else view.newest + 1
+            view = dataclasses.replace(view, last=last)
+        self._view = view
         for member in members:
             member.tell("view", view=self._view.to_json())
 

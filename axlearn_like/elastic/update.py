@@ -1,5 +1,6 @@
 """The update of an elastic run: this member's parts of the batch, the sum with the others, the learner's update."""
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, override
 
@@ -30,7 +31,7 @@ class Summed(Protocol):
         ...
 
 
-class MemberStep:
+class MemberStep(abc.ABC):
     """A step that all members of a run make together, by parts of a batch.
 
     Attributes:
@@ -44,9 +45,9 @@ class MemberStep:
         self._metrics: Mapping[str, Any] = {}  # metrics of the last update
         self._names: list[str] = []  # names of the metrics
 
+    @abc.abstractmethod
     def received(self, sent: OfferedState, abstract: Mapping[str, Any]) -> State:
         """Return the state that others have sent to one that has none."""
-        raise NotImplementedError
 
     def _told(self) -> dict[str, Any]:
         """Return the metrics of the last update, JSON-able."""
